@@ -31,8 +31,8 @@ from cache_protocol.errors import (
     RequestError,
     from_proto,
 )
-from cache_protocol.storage.layout import pool_array
-from cache_protocol.storage.row_index import Ids
+from cache_protocol.storage.layout import LOGICAL_SCHEMA_KEY, pool_array
+from cache_protocol.storage.row_index import Ids, RowRuns
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.wire.credentials import NO_CREDENTIALS, Credentials
 from cache_protocol.wire.grpc_channel import DIRECT
@@ -63,6 +63,10 @@ _LARGEST_FREED_BYTES = 31 * 1024 * 1024
 
 class ConnectionClosedError(NodeUnavailableError):
     """This process closed the connection, for example before a fork; the node did not fail."""
+
+
+class StreamEndedError(ConnectionClosedError):
+    """The node ended a stream of rows early. The next request gets the reason."""
 
 
 class _SharedHandle:
@@ -344,18 +348,66 @@ class Connection:
             by_shard=by_shard,
         )
         descriptor = flight.FlightDescriptor.for_command(request.SerializeToString())
-        usable_until = time.monotonic() + timeout_s
+        opened_at = time.monotonic()
         with self._in_use():
             stream = GatherStream(
                 self.location,
                 self._client.value.do_exchange(descriptor, self._options(2 * timeout_s)),
-                usable_until,
+                usable_until=opened_at + timeout_s,
+                ends_at=opened_at + 2 * timeout_s,
             )
         try:
             stream.begin()
         except BaseException:  # unclosed, Arrow would print an error when it is collected
             stream.close()
             raise
+        return stream
+
+    def open_rows(
+        self,
+        dataset: str,
+        fingerprint: str,
+        columns: Sequence[str],
+        timeout_s: float,
+        runs: RowRuns,
+        stop: int,
+        *,
+        rows_per_message: int = 0,
+    ) -> RowStream:
+        """Opens a stream of the rows of ``runs`` before row ``stop``, which one node holds.
+
+        Args:
+            timeout_s: of each `RowStream.receive`.
+            rows_per_message: the most rows in one message; 0: those of about 2 MiB.
+
+        Raises:
+            RequestError: the node is of a release that has no such streams.
+            NotReadyError, StaleVersionError, DatasetNotFoundError: the node does not hold the rows.
+            NodeUnavailableError: the node did not answer.
+        """
+        ticket = pb.ReadTicket(
+            dataset=dataset,
+            fingerprint=fingerprint,
+            columns=columns,
+            rows=pb.RowRange(start=runs.start, stop=stop),
+            stored=pb.StoredRows(
+                rows_per_message=rows_per_message, run_rows=runs.length, stride=runs.stride
+            ),
+        )
+        usable_until = time.monotonic() + timeout_s
+        with self._in_use():
+            stream = RowStream(
+                self.location,
+                self._client.value.do_get(
+                    flight.Ticket(ticket.SerializeToString()), self._options(2 * timeout_s)
+                ),
+                usable_until,
+            )
+        if not stream.is_stored:
+            stream.close()
+            raise RequestError(
+                f"the node at {self.location} cannot stream stored rows: it is of an older release"
+            )
         return stream
 
     def open_put(self, request: pb.PutRequest, schema: pa.Schema, timeout_s: float) -> PutStream:
@@ -385,18 +437,20 @@ class Connection:
 
 
 class GatherStream:
-    """One DoExchange call: a request, its answer, the next request. Used by one thread.
+    """One DoExchange call: requests, and their answers in the same order.
 
-    Thread-safety: only `close` may be called from other threads.
+    Thread-safety: one thread sends and one receives; `close` may be called from any.
     """
 
-    def __init__(self, location: str, ends: tuple[Any, Any], usable_until: float) -> None:
+    def __init__(
+        self, location: str, ends: tuple[Any, Any], usable_until: float, ends_at: float
+    ) -> None:
         self._location = location
         self._name = f"the stream from {location}"
         self._ends = _SharedHandle(
             ends, cancel=lambda ends: ends[1].cancel(), release=lambda ends: ends[0].close()
         )
-        self._usable_until = usable_until
+        self._usable_until, self._ends_at = usable_until, ends_at
         fork_gate.add(self)
 
     @property
@@ -410,17 +464,20 @@ class GatherStream:
             self._ends.value[0].begin(_ROW_SCHEMA)
 
     def send(self, row_ids: Ids) -> None:
-        """Asks for rows; `receive` the answer before you send the next request."""
+        """Asks for rows. Where that fails, `receive` says why: a node may have told the reason."""
         batch = pa.RecordBatch.from_arrays([pool_array(row_ids)], schema=_ROW_SCHEMA)
-        try:
-            with self._in_use():
-                self._ends.value[0].write_batch(batch)
-        except CacheError:
-            self.receive(len(row_ids))  # the answer has the reason, if there is one
-            raise
+        with suppress(CacheError), self._in_use():
+            self._ends.value[0].write_batch(batch)
 
     def receive(self, num_rows: int) -> list[pa.RecordBatch]:
-        """The answer to the last request, which asked for ``num_rows`` rows: stored batches."""
+        """The answer to the oldest request, which asked for ``num_rows`` rows: stored batches.
+
+        Raises:
+            ConnectionClosedError: the stream was closed, or ended before this call.
+            CacheError: the reason of the node, or what broke the stream.
+        """
+        if time.monotonic() >= self._ends_at:
+            raise ConnectionClosedError(f"{self._name} ended before its answer was taken")
         batches: list[pa.RecordBatch] = []
         missing = num_rows
         while missing > 0:
@@ -445,6 +502,62 @@ class GatherStream:
             if self._ends.is_closed:
                 raise ConnectionClosedError(f"{self._name} was closed") from None
             raise
+
+
+class RowStream:
+    """One DoGet call: rows in their order, in packed columns. Used by one thread.
+
+    Thread-safety: only `close` may be called from other threads.
+    """
+
+    def __init__(self, location: str, reader: Any, usable_until: float) -> None:
+        self._location = location
+        self._name = f"the stream of rows from {location}"
+        self.is_stored = LOGICAL_SCHEMA_KEY in (reader.schema.metadata or {})
+        self._reader = _SharedHandle(
+            reader, cancel=lambda reader: reader.cancel(), release=lambda reader: None
+        )
+        self._usable_until = usable_until
+        self._left: pa.RecordBatch | None = None  # received, not yet asked for
+        fork_gate.add(self)
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether more rows may be received from this stream."""
+        return not self._reader.is_closed and time.monotonic() < self._usable_until
+
+    def receive(self, num_rows: int) -> list[pa.RecordBatch]:
+        """The next rows: stored batches.
+
+        Raises:
+            StreamEndedError: the stream has fewer rows.
+        """
+        batches: list[pa.RecordBatch] = []
+        missing = num_rows
+        while missing > 0:
+            batch = self._left if self._left is not None else self._next()
+            self._left = batch.slice(missing) if batch.num_rows > missing else None
+            batches.append(batch if self._left is None else batch.slice(0, missing))
+            missing -= batches[-1].num_rows
+        return batches
+
+    def close(self) -> None:
+        """Cancels the stream without waiting; a running `receive` fails."""
+        self._reader.close()
+
+    def _next(self) -> pa.RecordBatch:
+        try:
+            with (
+                _flight_call(self._location),
+                self._reader.use(self._name),
+                suppress(StopIteration),
+            ):
+                return self._reader.value.read_chunk().data
+        except NodeUnavailableError:
+            if self._reader.is_closed:
+                raise ConnectionClosedError(f"{self._name} was closed") from None
+            raise
+        raise StreamEndedError(f"{self._name} ended early")
 
 
 class PutStream:

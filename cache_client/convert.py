@@ -11,7 +11,7 @@ order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,9 +24,9 @@ from cache_client.arguments import BatchFormat
 from cache_client.batch_formats import check_package, refuse_workers, to_jax, to_polars
 from cache_client.images import ImageDecoder, ImageMode
 from cache_client.list_column import ListColumn
-from cache_client.rows import Rows
+from cache_client.rows import Rows, cut
 from cache_protocol.errors import ConfigError, InvalidTextError, RequestError
-from cache_protocol.storage.layout import Layout, equal_lists, is_scalar, pool_matrix
+from cache_protocol.storage.layout import Layout, equal_lists, is_scalar, pool_matrix, transposed
 
 _Array = npt.NDArray[np.generic]
 _Getter = Callable[[Rows], Any]
@@ -35,7 +35,6 @@ _Cutter = Callable[[torch.Tensor], dict[str, torch.Tensor]]
 _MOST_OWN = 16  # columns of a matrix that are copied one by one; more are copied faster together
 # NumPy takes 0.03 us a string. So does `to_pylist` of pyarrow 26; that of pyarrow 22 takes 0.5 us.
 _TEXTS = (pa.string(), pa.large_string(), pa.binary(), pa.large_binary())
-_ROWS_A_TIME = 256  # of a copy of many columns, so that what is read stays in the processor's cache
 
 
 class _View(NamedTuple):
@@ -108,10 +107,8 @@ class Converter:
     def __call__(self, rows: Rows) -> Any:
         """The batch of these rows; tensors share their memory."""
         refuse_workers(self._batch_format)
-        if self._batch_format == "arrow":
-            return rows.to_batch()
-        if self._batch_format == "polars":
-            return to_polars(rows.to_batch(), self._bools)
+        if self.makes_tables:
+            return self._table(rows.to_batch())
         batch: dict[str, Any] = dict.fromkeys(self._names)
         as_torch = self._batch_format == "torch"
         together = as_torch and bool(self._copied) and get_worker_info() is not None
@@ -123,8 +120,8 @@ class Converter:
             for name, position in zip(names, positions, strict=True):
                 column = matrix[:, position].copy()
                 batch[name] = torch.from_numpy(column) if as_torch else column
-        for index, cut in self._cutters:
-            batch.update(cut(torch.from_numpy(rows.matrices[index])))
+        for index, cutter in self._cutters:
+            batch.update(cutter(torch.from_numpy(rows.matrices[index])))
         convert = self._convert_value()
         for name, get in self._getters:
             value = get(rows)
@@ -135,11 +132,33 @@ class Converter:
             return {name: to_jax(name, value) for name, value in batch.items()}
         return batch
 
+    def batches(self, rows: Rows, sizes: Sequence[int]) -> Iterator[Any]:
+        """The batches of consecutive rows; tables are parts of one that has all of them.
+
+        Args:
+            sizes: rows of each batch.
+        """
+        if len(sizes) == 1 or not self.makes_tables:
+            yield from map(self, cut([rows], sizes) if len(sizes) > 1 else [rows])
+            return
+        refuse_workers(self._batch_format)
+        whole, stop = rows.to_batch(), 0
+        for size in sizes:
+            start, stop = stop, stop + size
+            yield self._table(whole.slice(start, size))
+
+    @property
+    def makes_tables(self) -> bool:
+        """Whether a batch is a table of another library, not a dict."""
+        return self._batch_format in ("arrow", "polars")
+
+    def _table(self, batch: pa.RecordBatch) -> Any:
+        return batch if self._batch_format == "arrow" else to_polars(batch, self._bools)
+
     @property
     def names(self) -> list[str]:
         """The names in a batch, in order."""
-        is_table = self._batch_format in ("arrow", "polars")
-        return self._layout.logical.names if is_table else self._names
+        return self._layout.logical.names if self.makes_tables else self._names
 
     def _convert_value(self) -> Callable[[_Array], Any]:
         in_worker = get_worker_info() is not None
@@ -255,10 +274,7 @@ def _scalars(layout: Layout, views: Mapping[str, _View]) -> list[tuple[int, list
 
 def _block(matrix: _Array, positions: list[int], as_torch: bool) -> list[Any]:
     """These columns, each contiguous, as parts of one storage."""
-    chosen = matrix if len(positions) == matrix.shape[1] else matrix[:, positions]
-    block = pool_matrix(len(positions), len(matrix), matrix.dtype)
-    for start in range(0, len(matrix), _ROWS_A_TIME):
-        block[:, start : start + _ROWS_A_TIME] = chosen[start : start + _ROWS_A_TIME].T
+    block = transposed(matrix if len(positions) == matrix.shape[1] else matrix[:, positions])
     if not as_torch:
         return list(block)
     # Unsafe, or torch would take a change of one column in place for a change of all.

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import islice
 from typing import TypeVar
 
@@ -46,13 +47,64 @@ def fetch_ahead(
             pool.submit(pending[-1].run)
 
     try:
-        start(depth)
-        while pending:
-            ready = sum(call.has_run for call in pending)
-            asked_ns = time.perf_counter_ns()
-            result = pending.popleft().wait()
-            on_wait(time.perf_counter_ns() - asked_ns, ready)
-            start(1)
-            yield result
+        yield from _in_turn(pending, start, depth, on_wait)
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
+
+
+def ask_ahead(
+    ask: Callable[[_Request], Callable[[], _Result]],
+    requests: Iterable[_Request],
+    *,
+    depth: int,
+    on_wait: Callable[[int, int], None] = lambda wait_ns, ready: None,
+) -> Generator[_Result, None, None]:
+    """As `fetch_ahead`, for requests that are asked in one thread and answered in another.
+
+    Both threads keep the order of the requests, so that one stream may carry several of them.
+
+    Args:
+        ask: returns what waits for the result.
+        requests, depth, on_wait: as for `fetch_ahead`.
+    """
+    pending: deque[Call[_Result]] = deque()
+    source = iter(requests)
+    asking = ThreadPoolExecutor(1, thread_name_prefix="cache-ask")
+    waiting = ThreadPoolExecutor(1, thread_name_prefix="cache-fetch")
+
+    def run(asked: Call[Callable[[], _Result]], answered: Call[_Result]) -> None:
+        asked.run()
+        with suppress(RuntimeError):  # closed meanwhile
+            waiting.submit(answered.run)
+
+    def start(count: int) -> None:
+        for request in islice(source, count):
+            asked = Call(ask, request)
+            pending.append(Call(_answer, asked))
+            asking.submit(run, asked, pending[-1])
+
+    try:
+        yield from _in_turn(pending, start, depth, on_wait)
+    finally:
+        asking.shutdown(wait=False, cancel_futures=True)
+        waiting.shutdown(wait=False, cancel_futures=True)
+
+
+def _answer(asked: Call[Callable[[], _Result]]) -> _Result:
+    return asked.wait()()
+
+
+def _in_turn(
+    pending: deque[Call[_Result]],
+    start: Callable[[int], None],
+    depth: int,
+    on_wait: Callable[[int, int], None],
+) -> Iterator[_Result]:
+    start(depth)
+    while pending:
+        ready = sum(call.has_run for call in pending)
+        asked_ns = time.perf_counter_ns()
+        result = pending.popleft().wait()
+        on_wait(time.perf_counter_ns() - asked_ns, ready)
+        start(1)
+        yield result

@@ -1,4 +1,4 @@
-"""One attempt to get the rows of a window: sends every request, then takes every answer."""
+"""One attempt to get the rows of a window: sends every request, later takes every answer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from cache_client.connections import GatherStream
 from cache_client.counts import ReadCounts
 from cache_client.local_shards import LocalShards, ShardFileLostError
-from cache_client.node_streams import NodeStreams
+from cache_client.node_streams import NodeStreams, OrderedStreams
 from cache_client.routing import NodeRef, Part
 from cache_client.rows import Answer
 from cache_protocol.errors import (
@@ -22,7 +22,7 @@ from cache_protocol.errors import (
 )
 
 # Only the coordinator can say for good that a version is gone: a node may have just started.
-_WORTH_RETRYING = (NodeUnavailableError, NotReadyError, StaleVersionError, DatasetNotFoundError)
+WORTH_RETRYING = (NodeUnavailableError, NotReadyError, StaleVersionError, DatasetNotFoundError)
 
 
 @dataclass(frozen=True)
@@ -33,13 +33,10 @@ class _Request:
     node: NodeRef
     stream: GatherStream
 
-    def send(self) -> None:
-        self.stream.send(self.part.row_ids)
-
 
 @dataclass
 class GatherAttempt:
-    """Asks for some parts of a window once. Used by one thread.
+    """Asks for some parts of a window once: `send`, then `receive`, which another thread may call.
 
     Args:
         streams: to the nodes.
@@ -56,7 +53,7 @@ class GatherAttempt:
         last_error: why a node or a file failed; empty if none did.
     """
 
-    streams: NodeStreams
+    streams: NodeStreams | OrderedStreams
     local: LocalShards | None
     on_answer: Callable[[NodeRef], None]
     on_failure: Callable[[NodeRef, CacheError], str]
@@ -65,31 +62,49 @@ class GatherAttempt:
     answers: list[Answer] = field(default_factory=list)
     failed: list[Part] = field(default_factory=list)
     last_error: str = ""
+    _sent: list[_Request] = field(default_factory=list)
+    _unanswered: set[GatherStream] = field(default_factory=set)
     _timed_out: bool = False
 
-    def run(self, parts: Sequence[Part]) -> None:
-        """Asks for every part; all nodes work at the same time.
+    def send(self, parts: Sequence[Part]) -> None:
+        """Asks for every part; all nodes work at the same time, and files are read meanwhile.
 
         Raises:
             CacheError: a node refused its request for good.
         """
         remote = [(part, part.node) for part in parts if part.node is not None]
         streams = self.streams.take([node.location for _, node in remote], self.patience_s)
-        unanswered = {stream for stream in streams if isinstance(stream, GatherStream)}
+        self._unanswered = {stream for stream in streams if isinstance(stream, GatherStream)}
         try:
-            requests = self._requests(remote, streams)
-            sent = [request for request in requests if self._succeeds(request, _Request.send)]
-            for part in parts:  # while the nodes work
+            self._sent = self._requests(remote, streams)
+            for request in self._sent:
+                request.stream.send(request.part.row_ids)
+            for part in parts:
                 if part.node is None:
                     self._gather_here(part)
-            for request in sent:
-                if self._succeeds(request, self._receive):
-                    unanswered.discard(request.stream)
+        except BaseException:
+            self._discard_unanswered()
+            raise
+
+    def receive(self) -> None:
+        """Takes every answer.
+
+        Raises:
+            CacheError: a node refused its request for good.
+        """
+        try:
+            for request in self._sent:
+                if self._receive(request):
+                    self._unanswered.discard(request.stream)
                     self.streams.give_back(request.node.location, request.stream)
                     self.on_answer(request.node)
         finally:
-            for stream in unanswered:  # broken, or left by an interrupt
-                self.streams.discard(stream)
+            self._discard_unanswered()
+
+    def _discard_unanswered(self) -> None:
+        """Closes streams that are broken, or left by an interrupt."""
+        for stream in self._unanswered:
+            self.streams.discard(stream)
 
     def _requests(
         self, parts: Sequence[tuple[Part, NodeRef]], streams: Sequence[GatherStream | CacheError]
@@ -99,7 +114,7 @@ class GatherAttempt:
         for (part, node), stream in zip(parts, streams, strict=True):
             if isinstance(stream, GatherStream):
                 requests.append(_Request(part, node, stream))
-            elif isinstance(stream, _WORTH_RETRYING):
+            elif isinstance(stream, WORTH_RETRYING):
                 self.last_error = self.on_failure(node, stream) or self.last_error
                 self.failed.append(part)
             else:
@@ -107,27 +122,24 @@ class GatherAttempt:
         self._timed_out = any(isinstance(stream, NodeUnavailableError) for stream in streams)
         return requests
 
-    def _succeeds(self, request: _Request, step: Callable[[_Request], object]) -> bool:
-        """Runs one step of a request; returns whether it succeeded."""
+    def _receive(self, request: _Request) -> bool:
+        """Takes one answer; returns whether there was one."""
+        part = request.part
+        asked_ns = time.perf_counter_ns()
         try:
-            step(request)
-        except _WORTH_RETRYING as error:
-            self.failed.append(request.part)
+            batches = request.stream.receive(len(part.row_ids))
+        except WORTH_RETRYING as error:
+            self.failed.append(part)
             # After one node timed out, the streams of the others may have timed out, too.
             if not self._timed_out:
                 self.last_error = self.on_failure(request.node, error) or self.last_error
             self._timed_out |= isinstance(error, NodeUnavailableError)
             return False
-        return True
-
-    def _receive(self, request: _Request) -> None:
-        part = request.part
-        asked_ns = time.perf_counter_ns()
-        batches = request.stream.receive(len(part.row_ids))
         wait_ns = time.perf_counter_ns() - asked_ns
         num_bytes = sum(batch.nbytes for batch in batches)
         self.counts.add_answer(request.node.id, len(part.row_ids), num_bytes, wait_ns)
         self.answers.append(Answer(part.positions, batches))
+        return True
 
     def _gather_here(self, part: Part) -> None:
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any
@@ -120,6 +120,13 @@ class JoinedReader:
 
     def fetch(self, row_ids: Ids) -> list[Rows]:
         """The rows of these ids, in this order; raises what `Reader.fetch` raises."""
+        return self._ask(row_ids, in_order_of_calls=False)()
+
+    def request(self, row_ids: Ids) -> Callable[[], list[Rows]]:
+        """Asks for rows, as `Reader.request`."""
+        return self._ask(row_ids, in_order_of_calls=True)
+
+    def _ask(self, row_ids: Ids, *, in_order_of_calls: bool) -> Callable[[], list[Rows]]:
         layout = self._shards.layout
         if self._local is not None and len(self._local.shards) == len(self._shards.starts):
             self.keep_lease()
@@ -129,14 +136,20 @@ class JoinedReader:
                 pass  # the readers find out which one, and read its rows from a node
             else:
                 self._counts.add_local(batch.num_rows, batch.nbytes)
-                return [Rows.of_batch(layout, batch)]
-        answers: list[Answer] = []
+                return lambda: [Rows.of_batch(layout, batch)]
+        asked: list[Callable[[], list[Answer]]] = []
         for reader, (first, stop) in zip(self._readers, self._bounds, strict=True):
             places = np.flatnonzero((row_ids >= first) & (row_ids < stop))
             if len(places):
                 own = row_ids[places] - first
-                answers += reader.answers(own, None if len(own) == len(row_ids) else places)
-        return in_order(layout, len(row_ids), answers)
+                positions = None if len(own) == len(row_ids) else places
+                asked.append(reader.ask(own, positions, in_order_of_calls=in_order_of_calls))
+
+        def wait() -> list[Rows]:
+            answers = [answer for wait_for in asked for answer in wait_for()]
+            return in_order(layout, len(row_ids), answers)
+
+        return wait
 
     def keep_lease(self) -> None:
         """Renews the leases in the background when they are due."""

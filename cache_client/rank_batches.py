@@ -12,8 +12,9 @@ import os
 import secrets
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import replace
+from functools import partial
 from multiprocessing.context import get_spawning_popen
 from typing import Any, NamedTuple, Protocol, Self
 
@@ -29,7 +30,7 @@ from cache_client.convert import Converter
 from cache_client.counts import ReadCounts, SharedCounts
 from cache_client.cursor import Cursor, Start
 from cache_client.device import on_device
-from cache_client.fetch_ahead import FETCH_THREADS, fetch_ahead
+from cache_client.fetch_ahead import FETCH_THREADS, ask_ahead, fetch_ahead
 from cache_client.first_epoch import LoadingSource
 from cache_client.images import ImageMode
 from cache_client.loader import CacheLoader, make_loader
@@ -53,7 +54,7 @@ from cache_client.routing import NodeRef, ShardMap
 from cache_client.rows import Rows, cut
 from cache_client.stats import ReadStats
 from cache_client.views.job_view import Assemble, JobView
-from cache_client.views.view import Samples, Shuffle, View
+from cache_client.views.view import PlainView, Samples, Shuffle, View
 from cache_client.window_sizes import WindowSizes
 from cache_protocol.errors import (
     CacheError,
@@ -89,6 +90,9 @@ class RowReader(Protocol):
 
     def fetch(self, row_ids: Int64Array) -> list[Rows]:
         """The rows of these ids, in this order; see `cache_client.reader`."""
+
+    def request(self, row_ids: Int64Array) -> Callable[[], list[Rows]]:
+        """Asks for rows; the result waits for them; see `cache_client.reader`."""
 
     def keep_lease(self) -> None:
         """Renews leases in the background when they are due."""
@@ -448,7 +452,7 @@ class RankBatches(IterableDataset[Any]):
         process = os.getpid()
         with self._source.open_reader(
             replica_offset=self.rank,
-            rows_per_message=self._sizes.rows_per_message(),
+            rows_per_message=self._sizes_of(this).rows_per_message(),
             counts=self._observer.counts,
         ) as reader:
             batches = self._batches(this, reader)
@@ -476,25 +480,35 @@ class RankBatches(IterableDataset[Any]):
         assemble = self._assembler()
         # A worker sends the whole storage of a batch.
         job_view = self._job_view  # a pass keeps its version
+        sizes = self._sizes_of(this)
         at_once = 1 if this.in_worker else job_view.slots_at_once
+        if job_view.assembler is None and not this.in_worker:
+            at_once = sizes.rows_per_message()  # of one message, so that none are joined
         transform = self._transform and self._observer.timed(self._transform)
         audits, loading = self._audit != "off", self._loading
         shared = SharedDigests(self._shared_counts, this) if audits and this.in_worker else None
         steps = this.steps
-        per_window = self._sizes.steps_per_window(reader.num_nodes)
+        per_window = sizes.steps_per_window(reader.num_nodes)
+        ask = partial(
+            _ask_for_window, this, job_view, self.rank, audits=audits, loading=loading,
+            given_up=lambda: reader.is_closed,
+        )  # fmt: skip
 
         def fetch(window: range) -> _Window:
-            return _fetch_window(
-                reader, this, job_view, self.rank, window, audits=audits, loading=loading
-            )
+            return ask(lambda ids: partial(reader.fetch, ids), window)()
 
-        results = fetch_ahead(
-            fetch,
-            step_windows(steps, per_window),
-            depth=self._sizes.windows_ahead(per_window),
-            threads=FETCH_THREADS,
-            on_wait=self._observer.note_wait,
-        )
+        windows = step_windows(steps, per_window)
+        depth, on_wait = sizes.windows_ahead(per_window), self._observer.note_wait
+        if reader.num_nodes and not sizes.in_streams and loading is None:
+            results = ask_ahead(partial(ask, reader.request), windows, depth=depth, on_wait=on_wait)
+        else:  # two threads share the work of files, and wait for rows that are not loaded
+            results = fetch_ahead(
+                fetch,
+                windows,
+                depth=depth,
+                threads=1 if sizes.in_streams else FETCH_THREADS,
+                on_wait=on_wait,
+            )
         with closing(results):  # also where an error of the transform is kept, and this with it
             step = iter(steps)
             for window in _windows(results, fetch):
@@ -622,7 +636,17 @@ class RankBatches(IterableDataset[Any]):
         convert = self._converter()
         if self._job_view.assembler is not None:
             return self._job_view.assembler(convert)
-        return lambda rows, _, __: [convert(rows)]
+        return lambda rows, _, sizes: convert.batches(rows, sizes)
+
+    def _sizes_of(self, this: Pass) -> WindowSizes:
+        """The sizes of the windows of a pass.
+
+        Each window follows the one before where one node has all of its rows: where there is one
+        node, or each window begins where the one before ends.
+        """
+        one_reader = self.world_size * this.num_workers == 1
+        in_order = not self.shuffle and isinstance(self._view, PlainView)
+        return replace(self._sizes, in_streams=in_order and (one_reader or len(self._nodes) == 1))
 
     def _refuse_callers(self) -> None:
         refuse_callers(self, batch_size=self.batch_size, world_size=self.world_size)
@@ -775,34 +799,56 @@ def _windows(results: Iterable[_Window], fetch: Callable[[range], _Window]) -> I
             return
 
 
-def _fetch_window(
-    reader: RowReader,
+def _ask_for_window(
     this: Pass,
     job_view: JobView,
     rank: int,
+    request: Callable[[Int64Array], Callable[[], list[Rows]]],
     window: range,
     *,
     audits: bool,
     loading: LoadingSource | None,
-) -> _Window:
-    """Fetches a run of steps; while the version loads, those of them that can be read.
+    given_up: Callable[[], bool],
+) -> Callable[[], _Window]:
+    """Asks for the rows of a run of steps; the result waits for them.
+
+    While the version loads, it waits for the first of these steps, and asks for those of them that
+    can be read.
+
+    Args:
+        request: of a reader, see `Reader.request`.
+        given_up: whether nothing waits for the rows any more.
 
     Raises:
         NodeUnavailableError: naming the first step. Others as `Reader.fetch`.
     """
-    view, later, ended = job_view.view, range(0), False
-    try:
+    step, view, later, ended = window.start, job_view.view, range(0), False
+    with _named(step):
         if loading is not None:
-            view, window, later, ended = loading.wait_for(this, window, lambda: reader.is_closed)
+            view, window, later, ended = loading.wait_for(this, window, given_up)
             if not window:
-                return _Window([], Samples(np.empty(0, np.int64)), [], None, ended=ended)
+                none = _Window([], Samples(np.empty(0, np.int64)), [], None, ended=ended)
+                return lambda: none
         positions, sizes = this.plan.window(window, rank)
         slots = this.order.row_ids(positions)
         digests = step_digests(slots, sizes) if audits else None
         samples = view.samples(slots, this.epoch).shared(sizes)
-        pieces = reader.fetch(samples.row_ids)
-        if job_view.lookups is not None:
-            pieces = job_view.lookups.extend(pieces, samples.row_ids)
-        return _Window(pieces, samples, sizes, digests, later, ended)
+        wait = request(samples.row_ids)
+
+    def receive() -> _Window:
+        with _named(step):
+            pieces = wait()
+            if job_view.lookups is not None:
+                pieces = job_view.lookups.extend(pieces, samples.row_ids)
+            return _Window(pieces, samples, sizes, digests, later, ended)
+
+    return receive
+
+
+@contextmanager
+def _named(step: int) -> Iterator[None]:
+    """Names the step of a failure."""
+    try:
+        yield
     except NodeUnavailableError as error:
-        raise NodeUnavailableError(f"step {window.start}: {error}") from None
+        raise NodeUnavailableError(f"step {step}: {error}") from None

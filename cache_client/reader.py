@@ -13,6 +13,7 @@ import os
 import threading
 import time
 import weakref
+from collections.abc import Callable
 
 import numpy as np
 from tenacity import (
@@ -26,18 +27,20 @@ from cache_client.connections import (
     Connection,
     ConnectionClosedError,
     GatherStream,
+    RowStream,
 )
 from cache_client.counts import FAILOVERS, REFETCHES, ReadCounts
-from cache_client.gather_attempt import GatherAttempt
+from cache_client.gather_attempt import WORTH_RETRYING, GatherAttempt
 from cache_client.lease import Lease
 from cache_client.local_shards import LocalShards
 from cache_client.node_health import NodeHealth
 from cache_client.node_probe import NodeProbe
-from cache_client.node_streams import CLOSED, NodeStreams, NotAskedError
+from cache_client.node_streams import CLOSED, NodeStreams, NotAskedError, OrderedStreams
 from cache_client.routing import NodeRef, Part, Router, ShardMap
+from cache_client.row_streams import RowStreams
 from cache_client.rows import Answer, Rows, in_order
 from cache_protocol.errors import CacheError, NodeUnavailableError
-from cache_protocol.storage.row_index import Ids, Indices
+from cache_protocol.storage.row_index import Ids, Indices, RowRuns
 from cache_protocol.wire.backoff import backoff
 from cache_protocol.wire.credentials import NO_CREDENTIALS, Credentials
 
@@ -96,6 +99,8 @@ class Reader:
         self._counts = counts or ReadCounts()
         self._health = health or NodeHealth(shards)
         self._streams = NodeStreams(self._open_stream, timeout_s=timeout_s, credentials=credentials)
+        self._row_streams = RowStreams(self._open_rows, timeout_s=timeout_s)
+        self._ordered_streams = OrderedStreams(self._streams)
         self._lease = Lease(
             self._streams,
             self._health,
@@ -136,6 +141,7 @@ class Reader:
         """Closes every connection; running fetches fail. In a child of a fork: does nothing."""
         if os.getpid() != self._process:
             return  # a thread of the parent may hold the lock
+        self._row_streams.close()
         self._streams.close()
 
     def fetch(self, row_ids: Ids) -> list[Rows]:
@@ -147,26 +153,58 @@ class Reader:
             RequestError: a node refused the request for good, or the coordinator does not know the
                 dataset.
         """
-        return in_order(self._layout, len(row_ids), self.answers(row_ids))
+        return in_order(self._layout, len(row_ids), self.ask(row_ids)())
 
-    def answers(self, row_ids: Ids, positions: Indices | None = None) -> list[Answer]:
-        """As `fetch`, before the answers are brought in order.
+    def request(self, row_ids: Ids) -> Callable[[], list[Rows]]:
+        """Asks for rows; the result waits for them, and returns or raises what `fetch` does.
+
+        One thread makes all calls. One other thread calls the results, in the same order.
+        """
+        answers = self.ask(row_ids, in_order_of_calls=True)
+        return lambda: in_order(self._layout, len(row_ids), answers())
+
+    def ask(
+        self,
+        row_ids: Ids,
+        positions: Indices | None = None,
+        *,
+        in_order_of_calls: bool = False,
+    ) -> Callable[[], list[Answer]]:
+        """As `request`, before the answers are brought in order.
 
         Args:
             row_ids: of this version.
             positions: of the rows in a window with other rows; None: they are the window.
+            in_order_of_calls: the results are called as those of `request`; else by any thread.
         """
         self._lease.renew_if_due()
         self._probe.start_if_due()
         if self._router.shards is not self._health.shards:
             self._update_router()
+        begun = time.monotonic()
+        parts, answers = self._router.route(row_ids, positions), list[Answer]()
+        if not in_order_of_calls:
+            answers, parts = self._continue_streams(parts)
+        attempt = self._attempt(
+            self._ordered_streams if in_order_of_calls else self._streams,
+            _PATIENCE_S if self._has_replicas else math.inf,
+        )
+        attempt.send(parts)
+
+        def wait() -> list[Answer]:
+            # What was asked ahead has waited for the requests before it.
+            since = time.monotonic() if in_order_of_calls else begun
+            return answers + self._answers(attempt, since + self._deadline_s)
+
+        return wait
+
+    def _answers(self, gather: GatherAttempt, deadline: float) -> list[Answer]:
+        """The answers to an attempt that was sent; asks again for the rows that fail."""
         answers: list[Answer] = []
-        missing: list[Part] = self._router.route(row_ids, positions)
-        last_error = ""
-        deadline = time.monotonic() + self._deadline_s
+        missing, last_error = gather.failed, ""
         attempts = Retrying(
             retry=retry_if_exception_type(_IncompleteError),
-            stop=stop_after_delay(self._deadline_s),
+            stop=stop_after_delay(max(0.0, deadline - time.monotonic())),
             wait=backoff(_FIRST_WAIT_S, _LONGEST_WAIT_S),
             reraise=True,
         )
@@ -176,8 +214,10 @@ class Reader:
                     if last_error:
                         self._counts.add(REFETCHES, 1)
                         missing = self._reroute(missing, deadline)
-                    is_first = attempt.retry_state.attempt_number == 1
-                    gather = self._ask(missing, is_first=is_first)
+                    if attempt.retry_state.attempt_number > 1:
+                        gather = self._attempt(self._streams)
+                        gather.send(missing)
+                    gather.receive()
                     answers += gather.answers
                     missing, last_error = gather.failed, gather.last_error or last_error
                     if missing:
@@ -197,18 +237,46 @@ class Reader:
         """
         self._lease.renew_if_due()
 
-    def _ask(self, parts: list[Part], *, is_first: bool) -> GatherAttempt:
-        has_replicas = any(len(held) > 1 for held in self._router.shards.replicas)
-        attempt = GatherAttempt(
-            self._streams,
+    def _continue_streams(self, parts: list[Part]) -> tuple[list[Answer], list[Part]]:
+        """Takes the parts that follow those of earlier windows from their streams.
+
+        Returns:
+            The answers, and the other parts.
+        """
+        answers: list[Answer] = []
+        left: list[Part] = []
+        for part in parts:
+            if part.node is None:
+                left.append(part)
+                continue
+            asked_ns = time.perf_counter_ns()
+            try:
+                batches = self._row_streams.receive(part.node, part.row_ids)
+            except WORTH_RETRYING as error:
+                self._record_failure(part.node, error)
+                left += self._update_router().route(part.row_ids, part.positions)
+                continue
+            if batches is None:
+                left.append(part)
+                continue
+            wait_ns = time.perf_counter_ns() - asked_ns
+            num_bytes = sum(batch.nbytes for batch in batches)
+            self._counts.add_answer(part.node.id, len(part.row_ids), num_bytes, wait_ns)
+            self._record_answer(part.node)
+            answers.append(Answer(part.positions, batches))
+        return answers, left
+
+    def _attempt(
+        self, streams: NodeStreams | OrderedStreams, patience_s: float = math.inf
+    ) -> GatherAttempt:
+        return GatherAttempt(
+            streams,
             self._local,
             self._record_answer,
             self._record_failure,
             self._counts,
-            _PATIENCE_S if is_first and has_replicas else math.inf,
+            patience_s,
         )
-        attempt.run(parts)
-        return attempt
 
     def _reroute(self, parts: list[Part], deadline: float) -> list[Part]:
         """Routes missing parts to other replicas; reads a fresh shard map if none is left."""
@@ -234,6 +302,7 @@ class Reader:
         shards, avoid = self._health.shards, self._health.nodes_to_avoid()
         indices = {index for index, node in enumerate(shards.nodes) if node.location in avoid}
         local = self._local.shards if self._local is not None else ()
+        self._has_replicas = any(len(held) > 1 for held in shards.replicas)
         self._router = router = Router(shards, self._replica_offset, indices, local)
         return router
 
@@ -254,6 +323,22 @@ class Reader:
         if isinstance(error, NodeUnavailableError):
             self._streams.drop(node.location)
         return str(error)
+
+    def _open_rows(self, node: NodeRef, runs: RowRuns) -> RowStream:
+        router = self._router
+        return self._streams.open_rows(
+            node.location,
+            lambda connection: connection.open_rows(
+                router.shards.dataset,
+                router.shards.fingerprint,
+                self._columns,
+                self._request_timeout_s,
+                runs,
+                router.end_of_node(runs.start),
+                rows_per_message=self._rows_per_message,
+            ),
+            _PATIENCE_S if self._has_replicas else math.inf,
+        )
 
     def _open_stream(self, connection: Connection) -> GatherStream:
         shards = self._router.shards

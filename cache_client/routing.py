@@ -179,6 +179,12 @@ class Router:
             for node, start, stop in runs
         ]
 
+    def end_of_node(self, row: int) -> int:
+        """The end of the rows from ``row`` on that are requested from one node."""
+        (first,) = self._index.find(np.array([row]))
+        others = np.flatnonzero(self._node_of[first:] != self._node_of[first])
+        return int(self.shards.starts[first + others[0]]) if len(others) else self.shards.num_rows
+
     def _choose(self, shard: int, replicas: Sequence[int]) -> int:
         # In the order of the nodes. That of the replicas is random for each shard: by it, one node
         # could get the requests for all shards, and another one none.

@@ -5,12 +5,10 @@ No I/O. Knows neither nodes nor tensors.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from cache_protocol.errors import ConfigError
@@ -25,8 +23,6 @@ from cache_protocol.storage.layout import (
     pool_matrix,
 )
 from cache_protocol.storage.row_index import Indices
-
-_MAX_SCRATCH_TIMES = 64  # a scratch block may be this many times larger than needed
 
 
 @dataclass(frozen=True)
@@ -84,12 +80,25 @@ class Answer:
     """The rows of a window from one node, or from the files of this machine.
 
     Attributes:
-        positions: of the rows in the window; None if they are the whole window, in order.
+        positions: of the rows in the window, ascending; None if they are the whole window, in
+            order.
         batches: stored batches, one after the other.
     """
 
     positions: Indices | None
     batches: Sequence[pa.RecordBatch]
+
+    @property
+    def first(self) -> int:
+        """Position of the first row."""
+        return 0 if self.positions is None else int(self.positions[0])
+
+    @property
+    def is_run(self) -> bool:
+        """Whether it has positions, and they follow one another."""
+        if self.positions is None or not len(self.positions):
+            return False
+        return int(self.positions[-1]) - self.first == len(self.positions) - 1
 
 
 def in_order(layout: Layout, num_rows: int, answers: Sequence[Answer]) -> list[Rows]:
@@ -100,80 +109,64 @@ def in_order(layout: Layout, num_rows: int, answers: Sequence[Answer]) -> list[R
         answers: with all of its rows.
 
     Returns:
-        One piece; for a single answer that is already in order, one piece for each batch.
+        One piece; if each answer is a run of the window, one piece for each batch.
     """
     if len(answers) == 1 and answers[0].positions is None:
         return [Rows.of_batch(layout, batch) for batch in answers[0].batches]
-    batches = [batch for answer in answers for batch in answer.batches]
-    inverse = _inverse(num_rows, answers)
+    if answers and all(answer.is_run for answer in answers):
+        runs = sorted(answers, key=lambda answer: answer.first)
+        return [Rows.of_batch(layout, b) for run in runs for b in run.batches if b.num_rows]
+    parts = list(_parts(answers))
     matrices: dict[int, Matrix] = {}
     arrays: dict[int, pa.Array] = {}
     for index, column in enumerate(layout.columns):
-        columns = [batch.column(index) for batch in batches]
+        columns = [batch.column(index) for _, batch in parts]
+        places = [positions for positions, _ in parts]
         if column.kind == "plain":
-            arrays[index] = _lists_in_order(columns, inverse)
+            arrays[index] = _lists_in_order(columns, places, num_rows)
             if arrays[index] is None:
+                inverse = np.empty(num_rows, np.intp)
+                inverse[np.concatenate(places or [inverse])] = np.arange(num_rows)
                 arrays[index] = concat(column.field, columns).take(pa.array(inverse))
             continue
         assert column.dtype is not None
-        parts = [as_matrix(array) for array in columns]
-        matrices[index] = _matrix_in_order(parts, inverse, column.width, column.dtype)
+        matrices[index] = pool_matrix(num_rows, column.width, column.dtype)
+        _place(map(as_matrix, columns), places, matrices[index])
     return [Rows(layout, matrices, arrays, num_rows)]
 
 
-def _lists_in_order(columns: Sequence[pa.Array], inverse: npt.NDArray[np.intp]) -> pa.Array | None:
-    """Lists of one length in the order of the window; None for other columns."""
-    parts = [equal_lists(column) for column in columns if len(column)]
-    widths = {0 if part is None else part.shape[1] for part in parts}
-    width = max(widths, default=0)
-    if len(widths) != 1 or not width or not fits_lists(len(inverse), width, columns[0].type):
-        return None
-    matrices = [part for part in parts if part is not None]
-    ordered = _matrix_in_order(matrices, inverse, width, matrices[0].dtype)
-    return from_equal_lists(ordered, columns[0].type)
-
-
-def _matrix_in_order(
-    parts: Sequence[Matrix],
-    inverse: npt.NDArray[np.intp],
-    width: int,
-    dtype: np.dtype[np.generic],
-) -> Matrix:
-    # Joining the answers first is cheaper than writing each row to its place.
-    found = _scratch_matrix(len(inverse), width, dtype)
-    if parts:
-        np.concatenate(parts, out=found)
-    ordered = pool_matrix(len(inverse), width, dtype)
-    np.take(found, inverse, axis=0, out=ordered, mode="clip")
-    return ordered
-
-
-def _inverse(num_rows: int, answers: Sequence[Answer]) -> npt.NDArray[np.intp]:
-    """Position of each row of the window in the joined answers."""
-    inverse = np.empty(num_rows, np.intp)
-    at = 0
+def _parts(answers: Sequence[Answer]) -> Iterator[tuple[Indices, pa.RecordBatch]]:
+    """Each batch that has rows, with their positions in the window."""
     for answer in answers:
         if answer.positions is None:
             raise ValueError("one answer has all rows of the window, but there are other answers")
-        stop = at + len(answer.positions)
-        inverse[answer.positions] = np.arange(at, stop)
-        at = stop
-    return inverse
+        stop = 0
+        for batch in answer.batches:
+            start, stop = stop, stop + batch.num_rows
+            if batch.num_rows:
+                yield answer.positions[start:stop], batch
 
 
-_scratches = threading.local()
+def _lists_in_order(
+    columns: Sequence[pa.Array], places: Sequence[Indices], num_rows: int
+) -> pa.Array | None:
+    """Lists of one length in the order of the window; None for other columns."""
+    parts = [equal_lists(column) for column in columns]
+    widths = {0 if part is None else part.shape[1] for part in parts}
+    width = max(widths, default=0)
+    if len(widths) != 1 or not width or not fits_lists(num_rows, width, columns[0].type):
+        return None
+    matrices = [part for part in parts if part is not None]
+    ordered = pool_matrix(num_rows, width, matrices[0].dtype)
+    _place(matrices, places, ordered)
+    return from_equal_lists(ordered, columns[0].type)
 
 
-def _scratch_matrix(rows: int, width: int, dtype: np.dtype[np.generic]) -> Matrix:
-    """An uninitialised array, valid until the next call in this thread.
-
-    Allocating fresh memory would cost as much as filling it.
-    """
-    size = rows * width * dtype.itemsize
-    block: npt.NDArray[np.uint8] | None = getattr(_scratches, "block", None)
-    if block is None or not size <= len(block) <= _MAX_SCRATCH_TIMES * max(1, size):
-        block = _scratches.block = np.empty(size, np.uint8)
-    return block[:size].view(dtype).reshape(rows, width)
+def _place(parts: Iterable[Matrix], places: Sequence[Indices], ordered: Matrix) -> None:
+    """Copies the rows of each part to their places; the only copy of a row of several nodes."""
+    row = np.dtype((np.void, ordered.shape[1] * ordered.itemsize))  # numpy copies one at once
+    for part, positions in zip(parts, places, strict=True):
+        ordered.view(row)[positions, 0] = part.view(row)[:, 0]
 
 
 def join(pieces: Sequence[Rows]) -> Rows:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from cache_client.routing import ShardMap
 from cache_protocol.storage.layout import Layout
 
-MESSAGE_BYTES = 2 * 1024 * 1024  # measured: the best size for Flight over loopback
+MESSAGE_BYTES = 4 * 1024 * 1024  # measured: the best size for Flight over loopback
 _MIN_MESSAGES, _MAX_MESSAGES = 4, 8  # in a window: one a node, and enough to be worth a request
 _WINDOW_BYTES = 16 * 1024 * 1024  # few calls a row, and still fits the processor's caches
 _MAX_MESSAGE_BYTES = 2**30  # Flight sends less than 2 GiB, headers included
@@ -41,12 +41,14 @@ class WindowSizes:
         batch_size: rows of a full step.
         message_bytes: target size of one message of a node.
         prefetch_batches: about how many to fetch ahead; None: 32, but at most 256 MiB.
+        in_streams: each window continues the stream of the one before, and is one message.
     """
 
     shards: ShardMap
     batch_size: int
     message_bytes: int = MESSAGE_BYTES
     prefetch_batches: int | None = None
+    in_streams: bool = False
 
     def steps_per_window(self, num_nodes: int) -> int:
         """Steps in one window from so many nodes; 0 nodes: from files of this machine.
@@ -55,6 +57,8 @@ class WindowSizes:
         """
         if not num_nodes:
             return self._steps_in(_WINDOW_BYTES)
+        if self.in_streams:
+            return self._steps_in(self.message_bytes)
         messages = min(max(num_nodes, _MIN_MESSAGES), _MAX_MESSAGES)
         most_bytes = max(_WINDOW_BYTES, messages * self.message_bytes)
         return min(messages * self._steps_in(self.message_bytes), self._steps_in(most_bytes))

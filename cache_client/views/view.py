@@ -75,11 +75,16 @@ class Samples:
 
     def slots(self, start: int, stop: int) -> Samples:
         """What is known of slots ``[start, stop)``, without their row ids."""
+        if self.lengths is None and self.sources is None:
+            return _ONE_ROW_EACH
         lengths = None if self.lengths is None else self.lengths[start:stop]
         skipped = None if self.skipped is None else self.skipped[start:stop]
         shares = None if self.shares is None else self.shares[start:stop]
         sources = None if self.sources is None else self.sources[start:stop]
         return Samples(self.row_ids[:0], lengths, skipped, shares, sources)
+
+
+_ONE_ROW_EACH: Final = Samples(np.empty(0, np.int64))
 
 
 class Numbers(Protocol):

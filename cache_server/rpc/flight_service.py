@@ -28,7 +28,7 @@ from cache_protocol.errors import (
     require_ready,
 )
 from cache_protocol.storage.layout import Layout, schema_from_bytes
-from cache_protocol.storage.row_index import ROWS_OF_A_SHARD
+from cache_protocol.storage.row_index import ROWS_OF_A_SHARD, RowRuns
 from cache_protocol.storage.shard_files import Selection, shard_file_name
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.wire.credentials import Credentials
@@ -179,6 +179,8 @@ class FlightService(flight.FlightServerBase):
             rows = self._ready_node().rows(request.dataset, request.fingerprint, viewer)
             if request.HasField("expression"):
                 return self._values(call, rows, request.expression)
+            if request.HasField("stored"):
+                return self._stored(call, rows, request)
             start, stop = request.rows.start, request.rows.stop
             selection = Selection(rows.layout, list(request.columns))
             rows.check_range(start, stop)
@@ -188,6 +190,46 @@ class FlightService(flight.FlightServerBase):
             return flight.GeneratorStream(
                 layout.logical, self._counted(call, Read(rows.key.dataset, "get"), unpacked)
             )
+
+    def _stored(
+        self, call: Call, rows: ResidentRows, request: pb.ReadTicket
+    ) -> flight.FlightDataStream:
+        """Rows of a range, or runs of them, in packed columns: views of the mapped files."""
+        start, stop, wanted = request.rows.start, request.rows.stop, request.stored
+        if bool(wanted.run_rows) != bool(wanted.stride) or wanted.run_rows > wanted.stride:
+            raise InvalidRowsError(
+                f"runs must be as long as their stride at most, got {wanted.run_rows} rows of "
+                f"every {wanted.stride}"
+            )
+        selection = Selection(rows.layout, list(request.columns))
+        rows.check_range(start, stop)
+        row_bytes = rows.mean_row_bytes(selection)
+        max_rows = wanted.rows_per_message or max(1, _MESSAGE_BYTES // max(1, row_bytes))
+        num_bytes = _message_bytes(stop - start, max_rows, row_bytes)
+        runs = RowRuns(start, wanted.run_rows, wanted.stride)
+        batches = rows.runs(runs, stop, max_rows, selection)
+        node, principal = self._ready_node(), call.principal
+
+        def messages() -> Iterator[tuple[pa.RecordBatch, pa.Buffer]]:
+            header = 0
+            read = Read(rows.key.dataset, "get")
+            paced = call.paced(batches, num_bytes)
+            while True:
+                try:
+                    viewer = call.still_allowed().viewer
+                    node.rows(request.dataset, request.fingerprint, viewer)  # they are in use
+                    batch = next(paced, None)
+                except CacheError as error:  # its code would be lost: the next call gets it
+                    logger.info("stream ended caller=%s reason=%s", principal.name, error)
+                    return
+                if batch is None:
+                    return
+                header = header or header_size(batch)
+                size = batch.nbytes
+                yield batch, pa.py_buffer(padding(header, size))
+                self._traffic.count(read, rows=batch.num_rows, num_bytes=size)
+
+        return flight.GeneratorStream(selection.layout.schema, messages())
 
     def _values(
         self, call: Call, rows: ResidentRows, wanted: pb.RowExpression

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 
 import numpy as np
 import pyarrow as pa
@@ -14,13 +15,15 @@ import pyarrow as pa
 from cache_protocol.errors import InvalidRowsError, NodeUnavailableError, NotReadyError
 from cache_protocol.storage.layout import Layout, from_matrix, nest
 from cache_protocol.storage.mapped_table import MappedTable
-from cache_protocol.storage.row_index import Ids, Indices, RowIndex
+from cache_protocol.storage.row_index import Ids, Indices, RowIndex, RowRuns
 from cache_protocol.storage.shard_files import MappedShard, Selection, are_consecutive, empty_batch
 from cache_server.shards.sql_types import sql_column, sql_schema
 from cache_server.shards.version_key import VersionKey
 
 _MOST_TIMES = 4  # as long as wanted a message may be
 _MOST_SIZED = 64  # shards whose values are measured for a mean
+_FEW_RUNS = 8  # in a message: fewer are sent alone
+_MOST_COPIED = 1 << 20  # rows of runs, for their row ids take memory, too
 _ROWS_PER_SHARD = 64  # of plain columns, gathered at once; a message may have fewer
 
 
@@ -148,15 +151,32 @@ class ResidentRows:
     ) -> Iterator[pa.RecordBatch]:
         """Rows ``[start, stop)`` as stored batches of at most ``max_rows``; check the range first.
 
-        Whole columns are views of the mapped files.
+        Whole columns are views of the mapped files. Every ``max_rows``-th row begins a batch.
         """
         at = start
         while at < stop:
             shard = self._shard_at(at)
             offset = at - int(self._starts[shard])
-            rows = min(max_rows, stop - at, int(self._stops[shard]) - at)
+            rows = min(max_rows - (at - start) % max_rows, stop - at, int(self._stops[shard]) - at)
             yield self._slice(self._shards[shard], offset, rows, selection)
             at += rows
+
+    def runs(
+        self, runs: RowRuns, stop: int, max_rows: int, selection: Selection
+    ) -> Iterator[pa.RecordBatch]:
+        """Rows of runs before ``stop`` as stored batches, as `slices`; short runs are copied.
+
+        So each message has several of them.
+        """
+        together = min(max_rows, _MOST_COPIED) // runs.length if runs.length else 0
+        if together < _FEW_RUNS:
+            for first, last in runs.within(stop):
+                yield from self.slices(first, last, max_rows, selection)
+            return
+        found = runs.within(stop)
+        while some := list(islice(found, together)):
+            row_ids = np.concatenate([np.arange(first, last) for first, last in some])
+            yield from self.gather(row_ids, selection)
 
     def messages(
         self, start: int, stop: int, message_bytes: int, selection: Selection

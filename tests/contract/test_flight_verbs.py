@@ -560,6 +560,27 @@ def test_a_stream_without_a_request_ends_without_an_answer(served: Served) -> No
     assert served.serves()
 
 
+def stored_rows(node: flight.FlightClient, ticket: pb.ReadTicket) -> list[list[object]]:
+    """The rows in each message, by their numbers."""
+    reader = node.do_get(flight.Ticket(ticket.SerializeToString()), TIMEOUT)
+    return [unpacked(chunk.data, "row") for chunk in reader]
+
+
+def test_do_get_sends_stored_rows_or_runs_of_them_in_messages_as_long_as_asked_for(
+    served: Served,
+) -> None:
+    whole = pb.StoredRows(rows_per_message=400)
+    messages = stored_rows(served.flight, served.ticket(10, 1000, stored=whole))
+    assert [row for message in messages for row in message] == [*range(10, 1000)]
+    assert max(map(len, messages)) <= 400
+    runs = pb.StoredRows(rows_per_message=90, run_rows=3, stride=10)
+    messages = stored_rows(served.flight, served.ticket(5, 1000, stored=runs))
+    assert [row for message in messages for row in message] == [
+        row for first in range(5, 1000, 10) for row in range(first, first + 3) if row < 1000
+    ]
+    assert len(messages[0]) == 90  # short runs come together
+
+
 # -- errors ----------------------------------------------------------------------------------------
 
 
@@ -684,6 +705,10 @@ BAD_TICKETS: dict[str, tuple[Callable[[Served], bytes], Bad]] = {
     "a dictionary": (
         lambda s: _computed(s, "arrow_cast(text, 'Dictionary(Int32, Utf8)')"),
         Bad(RequestError, ("arrow_cast(text", "it is of dictionary")),
+    ),
+    "runs longer than their stride": (
+        lambda s: s.ticket(0, 10, stored=pb.StoredRows(run_rows=3, stride=2)).SerializeToString(),
+        Bad(InvalidRowsError, ("3 rows of every 2",)),
     ),
     "garbage": (
         lambda s: b"\xffrandom bytes",

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import costs, scale
+from benchmarks import costs, scale, wire
 
 
 def test_the_scale_benchmark_fetches_every_window_without_a_node(
@@ -40,3 +40,30 @@ def test_the_cost_of_a_client_is_measured_without_a_node(monkeypatch: pytest.Mon
     # On a busy machine, the fit may give the whole cost to one of the three.
     assert plan_ns > 0 and max(row_ns, request_ns, order_ns) > 0
     assert min(row_ns, request_ns, order_ns) >= 0
+
+
+@pytest.mark.usefixtures("forked_workers")
+def test_the_wire_benchmark_prints_each_reader_beside_the_bare_stream(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results: list[Mapping[str, Any]] = []
+
+    def kept(name: str, result: Mapping[str, Any]) -> Path:
+        results.append(result)
+        return tmp_path / name
+
+    monkeypatch.setattr(wire, "write_result", kept)
+    arguments = ["--rows", "5000", "--tables", "named", "--repeats", "1"]
+    monkeypatch.setattr(sys, "argv", ["wire", *arguments])
+
+    wire.main()
+
+    (result,) = results
+    bare, *ours = result["tables"]["named"]["contenders"]
+    assert bare["name"].startswith(wire.BARE)
+    assert [each["name"] for each in ours] == [
+        *(wire.SEQUENTIAL, wire.AS_ARROW),
+        *(wire.SHUFFLED, wire.SHUFFLED_TWO),
+    ]
+    assert min(each["client_ns_per_row"] for each in ours) > 0
+    assert "CPU of two nodes / of one" in capsys.readouterr().out

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from cache_client import CacheClient, CacheDataset, CacheIterableDataset, DatasetSpec
-from cache_client.connections import GatherStream
+from cache_client.connections import GatherStream, RowStream
 from cache_server import LocalCluster
 from tests.waiting import wait_until
 
@@ -41,14 +41,19 @@ def table(cluster: LocalCluster, tmp_path_factory: pytest.TempPathFactory) -> It
 def messages(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many rows each message of a node had."""
     sizes: list[int] = []
-    receive = GatherStream.receive
 
-    def noting(self: GatherStream, num_rows: int) -> Any:
-        batches = receive(self, num_rows)
-        sizes.extend(batch.num_rows for batch in batches)
-        return batches
+    def note(kind: type[GatherStream | RowStream]) -> None:
+        receive = kind.receive
 
-    monkeypatch.setattr(GatherStream, "receive", noting)
+        def noting(self: Any, num_rows: int) -> Any:
+            batches = receive(self, num_rows)
+            sizes.extend(batch.num_rows for batch in batches)
+            return batches
+
+        monkeypatch.setattr(kind, "receive", noting)
+
+    note(GatherStream)
+    note(RowStream)
     return sizes
 
 
@@ -57,16 +62,22 @@ def docs_say_their_row(batch: dict[str, Any]) -> bool:
     return said == batch["row"].tolist() and {len(doc) for doc in batch["doc"]} == {LONG_BYTES}
 
 
-@pytest.mark.parametrize("shuffle", [False, True])
-@pytest.mark.parametrize(("local", "window_bytes"), [(True, 16 * MEBI), (False, 8 * MEBI)])
+@pytest.mark.parametrize(
+    ("local", "shuffle", "window_bytes", "message_bytes"),
+    [
+        *((True, False, 16 * MEBI, 0), (True, True, 16 * MEBI, 0)),
+        *((False, True, 8 * MEBI, 2 * MEBI), (False, False, 4 * MEBI, 4 * MEBI)),
+    ],
+)
 def test_the_first_window_is_not_the_whole_table(
     cluster: LocalCluster,
     table: str,
     fetches: list[int],
     messages: list[int],
-    shuffle: bool,
     local: bool,
+    shuffle: bool,
     window_bytes: int,
+    message_bytes: int,
 ) -> None:
     dataset = CacheIterableDataset(
         table, endpoint=cluster.endpoint, batch_size=4, prefetch_batches=1, shuffle=shuffle,
@@ -80,7 +91,7 @@ def test_the_first_window_is_not_the_whole_table(
     assert sorted(rows) == list(range(ROWS))
     assert 0.8 * window_bytes < fetches[0] * LONG_BYTES <= window_bytes
     assert local != bool(messages)
-    assert all(size * LONG_BYTES <= 2 * MEBI for size in messages)
+    assert all(size * LONG_BYTES <= message_bytes for size in messages)
 
 
 def test_a_batch_may_be_longer_than_a_message(
@@ -91,7 +102,7 @@ def test_a_batch_may_be_longer_than_a_message(
     assert [len(batch["doc"]) for batch in batches] == [128, 128, 44]
     assert all(docs_say_their_row(batch) for batch in batches)
     assert all((batch["image"][:, 5] == batch["row"] % 251).all() for batch in batches)
-    assert max(messages) * LONG_BYTES <= 2 * MEBI
+    assert max(messages) * LONG_BYTES <= 4 * MEBI
 
 
 @pytest.mark.parametrize(("given", "ahead"), [(None, 8), (12, 12)])
@@ -130,8 +141,8 @@ def test_the_fixed_columns_that_are_left_out_do_not_count(
         return fetches[0]
 
     fixed_bytes = 8 + IMAGE_BYTES
-    assert first_window("doc") == 4 * (2 * MEBI // LONG_BYTES)
-    assert first_window("doc", "row", "image") == 4 * (2 * MEBI // (LONG_BYTES + fixed_bytes))
+    assert first_window("doc") == 4 * MEBI // LONG_BYTES
+    assert first_window("doc", "row", "image") == 4 * MEBI // (LONG_BYTES + fixed_bytes)
     assert first_window("row", "image") == ROWS  # which are 600 KB
 
 

@@ -27,15 +27,18 @@ from cache_client import (
     CacheError,
     CacheIterableDataset,
     ConfigError,
+    DatasetNotFoundError,
     DatasetSpec,
     NodeUnavailableError,
 )
 from cache_client.arguments import BatchFormat
-from cache_client.connections import Connection
+from cache_client.connections import Connection, RowStream, StreamEndedError
 from cache_client.order import EpochOrder
+from cache_protocol.storage.row_index import RowRuns
 from cache_server import LocalCluster
 from tests import forked_python
 from tests.conftest import load_everywhere, write_numbered
+from tests.http_pages import metric
 from tests.waiting import wait_until
 from tests.worker_errors import raises_in_workers
 
@@ -775,3 +778,78 @@ def test_a_killed_node_that_stays_away_is_named_at_the_deadline(wide_source: Pat
             for step, _ in enumerate(dataset):
                 if step == 2:
                     cluster.nodes[1].kill()
+
+
+def test_rows_in_source_order_come_in_streams_that_another_replica_continues(
+    wide_source: Path,
+) -> None:
+    with LocalCluster(num_nodes=2, insecure=True) as cluster:
+        spec = DatasetSpec("wide", wide_source, replicas=2, target_shard_bytes=2**23)
+        load_everywhere(cluster, spec)
+        dataset = CacheIterableDataset(
+            "wide", endpoint=cluster.endpoint, batch_size=60, local=False, columns=["row", "c1"],
+            message_bytes=2**12,
+        )  # fmt: skip
+        rows = [row for batch in dataset for row in batch["row"].tolist()]
+        assert rows == [*range(20_000)]
+        assert served_by_get(cluster, "wide") > 15_000  # a stream begins at the second window
+
+        dataset.set_epoch(1)
+        rows = []
+        for step, batch in enumerate(dataset):
+            rows += batch["row"].tolist()
+            if step == 100:
+                state = dataset.state_dict()
+                cluster.nodes[1].kill()
+        assert rows == [*range(20_000)]
+        resumed = CacheIterableDataset(
+            "wide", endpoint=cluster.endpoint, batch_size=50, local=False, columns=["row"],
+            batch_format="arrow",
+        )  # fmt: skip
+        resumed.load_state_dict(state)
+        rest = [row for batch in resumed for row in batch.column("row").to_pylist()]
+    assert rest == [*range(101 * 60, 20_000)]
+
+
+def test_ranks_that_read_one_node_in_source_order_take_streams(wide_source: Path) -> None:
+    with LocalCluster(num_nodes=1, insecure=True) as cluster:
+        load_everywhere(cluster, DatasetSpec("wide", wide_source, target_shard_bytes=2**23))
+        datasets = [
+            CacheIterableDataset(
+                "wide", endpoint=cluster.endpoint, batch_size=16, local=False, columns=["row"],
+                rank=rank, world_size=3, message_bytes=2**11, shuffle=False,
+            )
+            for rank in range(3)
+        ]  # fmt: skip
+        of_ranks = [[batch["row"].tolist() for batch in dataset] for dataset in datasets]
+        assert by_step_and_rank(of_ranks) == [*range(20_000)]
+        assert served_by_get(cluster, "wide") > 15_000
+
+        client = CacheClient(cluster.endpoint)
+        fingerprint = client.describe("wide").fingerprint
+        with Connection(cluster.endpoint) as connection:
+
+            def stream() -> RowStream:
+                return connection.open_rows(
+                    "wide", fingerprint, (), 60.0, RowRuns(0), 20_000, rows_per_message=10
+                )
+
+            def is_gone() -> bool:
+                try:
+                    stream().close()
+                except DatasetNotFoundError:
+                    return True
+                return False
+
+            running = stream()
+            running.receive(10)
+            client.drop("wide")
+            wait_until(is_gone, 20, "the node to drop it")  # and a new stream says why
+            with pytest.raises(StreamEndedError):
+                running.receive(20_000 - 10)
+
+
+def served_by_get(cluster: LocalCluster, dataset: str) -> float:
+    """Rows that all nodes sent in streams."""
+    name = "data_cache_served_rows_total"
+    return sum(metric(node.page, name, dataset=dataset, verb="get") for node in cluster.nodes)

@@ -29,6 +29,7 @@ from cache_protocol.errors import RequestError
 COLUMNS_KEY = b"cache.columns"
 LOGICAL_SCHEMA_KEY = b"cache.logical_schema"
 GUESSED_VALUE_BYTES = 32  # of a string or list of unknown length
+_ROWS_A_TIME = 512  # of a copy of columns, so that what is read stays in the processor's cache
 
 Matrix = npt.NDArray[np.generic]
 
@@ -211,13 +212,21 @@ def _columns_of(matrix: Matrix) -> list[pa.Array]:
     """The columns of a matrix as columns in Arrow's memory pool; a copy."""
     rows, width = matrix.shape
     size = rows * matrix.itemsize
-    buffer = pa.allocate_buffer(width * size)
-    np.copyto(np.frombuffer(buffer, matrix.dtype).reshape(width, rows), matrix.T)
+    buffer = _as_array(transposed(matrix).reshape(-1)).buffers()[1]
     scalar = pa.from_numpy_dtype(matrix.dtype)
     return [
         pa.Array.from_buffers(scalar, rows, [None, buffer.slice(at * size, size)], 0)
         for at in range(width)
     ]
+
+
+def transposed(matrix: Matrix) -> Matrix:
+    """A contiguous ``[width, rows]`` copy in Arrow's memory pool."""
+    rows, width = matrix.shape
+    copy = pool_matrix(width, rows, matrix.dtype)
+    for start in range(0, rows, _ROWS_A_TIME):
+        copy[:, start : start + _ROWS_A_TIME] = matrix[start : start + _ROWS_A_TIME].T
+    return copy
 
 
 def _as_array(values: npt.NDArray[np.generic]) -> pa.Array:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -120,6 +120,55 @@ def _short(group_of: Indices) -> npt.NDArray[np.int16]:
     """16-bit numbers in nearly the same order, for a radix sort."""
     excess = max(0, int(group_of.max()).bit_length() - (_RADIX_BITS - 1))
     return (group_of >> excess).astype(np.int16)
+
+
+@dataclass(frozen=True)
+class RowRuns:
+    """Runs of consecutive rows at equal distances, as one of several ranks reads them.
+
+    Attributes:
+        start: the first row.
+        length: rows of a run; 0: one run without an end.
+        stride: from the first row of a run to that of the next one; 0 for one run.
+    """
+
+    start: int
+    length: int = 0
+    stride: int = 0
+
+    @classmethod
+    def of(cls, rows: Ids) -> RowRuns | None:
+        """The runs that begin with these rows; None if these are no such runs.
+
+        Args:
+            rows: one or more; only their last run may be shorter than the others.
+        """
+        start = int(rows[0])
+        if rows[-1] - start < len(rows) - 1:
+            return None
+        breaks = np.flatnonzero(np.diff(rows) != 1)
+        if not len(breaks):
+            return cls(start)
+        length = int(breaks[0]) + 1
+        stride = int(rows[length]) - start
+        firsts = rows[::length]
+        equal = len(breaks) == len(firsts) - 1 and (np.diff(firsts) == stride).all()
+        # As many breaks as runs have ends, each at the end of a run.
+        regular = equal and stride > length and not ((breaks + 1) % length).any()
+        return cls(start, length, stride) if regular else None
+
+    def after(self, num_rows: int) -> RowRuns | None:
+        """The same runs without their first rows; None if they would begin inside a run."""
+        if not self.length:
+            return RowRuns(self.start + num_rows)
+        whole, rest = divmod(num_rows, self.length)
+        return None if rest else replace(self, start=self.start + whole * self.stride)
+
+    def within(self, stop: int) -> Iterator[tuple[int, int]]:
+        """Each run before row ``stop``: start, stop."""
+        length, stride = self.length or stop, self.stride or stop
+        for first in range(self.start, stop, max(1, stride)):
+            yield first, min(first + length, stop)
 
 
 def row_starts(row_counts: Sequence[int]) -> tuple[int, ...]:

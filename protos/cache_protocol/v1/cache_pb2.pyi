@@ -791,6 +791,7 @@ class ReadTicket(google.protobuf.message.Message):
     COLUMNS_FIELD_NUMBER: builtins.int
     SHARD_FILE_FIELD_NUMBER: builtins.int
     EXPRESSION_FIELD_NUMBER: builtins.int
+    STORED_FIELD_NUMBER: builtins.int
     dataset: builtins.str
     fingerprint: builtins.str
     shard_file: builtins.int
@@ -803,6 +804,8 @@ class ReadTicket(google.protobuf.message.Message):
     def expression(self) -> Global___RowExpression:
         """instead of rows and columns"""
 
+    @property
+    def stored(self) -> Global___StoredRows: ...
     def __init__(
         self,
         *,
@@ -812,12 +815,40 @@ class ReadTicket(google.protobuf.message.Message):
         columns: collections.abc.Iterable[builtins.str] | None = ...,
         shard_file: builtins.int | None = ...,
         expression: Global___RowExpression | None = ...,
+        stored: Global___StoredRows | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_shard_file", b"_shard_file", "expression", b"expression", "rows", b"rows", "shard_file", b"shard_file"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_shard_file", b"_shard_file", "columns", b"columns", "dataset", b"dataset", "expression", b"expression", "fingerprint", b"fingerprint", "rows", b"rows", "shard_file", b"shard_file"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_shard_file", b"_shard_file", "expression", b"expression", "rows", b"rows", "shard_file", b"shard_file", "stored", b"stored"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_shard_file", b"_shard_file", "columns", b"columns", "dataset", b"dataset", "expression", b"expression", "fingerprint", b"fingerprint", "rows", b"rows", "shard_file", b"shard_file", "stored", b"stored"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_shard_file", b"_shard_file"]) -> typing.Literal["shard_file"] | None: ...
 
 Global___ReadTicket: typing_extensions.TypeAlias = ReadTicket
+
+@typing.final
+class StoredRows(google.protobuf.message.Message):
+    """Rows in packed columns, as they lie on the node, in messages of whole runs. The stream may end
+    early: the caller asks again for what it lacks, and is told why.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ROWS_PER_MESSAGE_FIELD_NUMBER: builtins.int
+    RUN_ROWS_FIELD_NUMBER: builtins.int
+    STRIDE_FIELD_NUMBER: builtins.int
+    rows_per_message: builtins.int
+    """the most; 0: about 2 MiB"""
+    run_rows: builtins.int
+    """Only the first run_rows rows of each stride, from the start of the rows; 0: all rows."""
+    stride: builtins.int
+    def __init__(
+        self,
+        *,
+        rows_per_message: builtins.int = ...,
+        run_rows: builtins.int = ...,
+        stride: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["rows_per_message", b"rows_per_message", "run_rows", b"run_rows", "stride", b"stride"]) -> None: ...
+
+Global___StoredRows: typing_extensions.TypeAlias = StoredRows
 
 @typing.final
 class RowExpression(google.protobuf.message.Message):

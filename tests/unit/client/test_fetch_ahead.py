@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
-from cache_client.fetch_ahead import fetch_ahead
+from cache_client.fetch_ahead import ask_ahead, fetch_ahead
 from tests.interrupts import interrupt_conditions
 
 WAIT_S = 30.0
@@ -103,3 +103,67 @@ def test_an_interrupt_of_the_waiting_leaves_no_lock_taken(monkeypatch: pytest.Mo
     with monkeypatch.context() as patch:
         interrupt_conditions(patch)
         assert next(results) == 1
+
+
+def test_what_is_asked_ahead_is_asked_and_answered_in_order_each_in_one_thread() -> None:
+    asked: list[tuple[int, str]] = []
+    answered: list[tuple[int, str]] = []
+    second_is_asked = threading.Event()
+
+    def ask(request: int) -> Callable[[], int]:
+        asked.append((request, threading.current_thread().name))
+        if request == 1:
+            second_is_asked.set()
+
+        def wait() -> int:
+            assert second_is_asked.wait(WAIT_S)  # the next is asked before this one is answered
+            answered.append((request, threading.current_thread().name))
+            return 10 * request
+
+        return wait
+
+    assert [*ask_ahead(ask, range(20), depth=3)] == [10 * n for n in range(20)]
+    for calls in (asked, answered):
+        assert [request for request, _ in calls] == [*range(20)]
+        assert len({thread for _, thread in calls}) == 1
+    assert asked[0][1] != answered[0][1]
+
+
+@pytest.mark.parametrize("where", ["asking", "answering"])
+def test_a_failure_of_what_is_asked_ahead_is_raised_in_its_turn(where: str) -> None:
+    def ask(request: int) -> Callable[[], int]:
+        def wait() -> int:
+            if (request, where) == (3, "answering"):
+                raise ZeroDivisionError
+            return request
+
+        if (request, where) == (3, "asking"):
+            raise ZeroDivisionError
+        return wait
+
+    results = ask_ahead(ask, range(10), depth=5)
+
+    assert [next(results) for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(ZeroDivisionError):
+        next(results)
+    assert [*results] == []
+
+
+def test_closing_leaves_what_is_asked_ahead_unanswered() -> None:
+    go_on, begun = threading.Event(), []
+
+    def ask(request: int) -> Callable[[], int]:
+        def wait() -> int:
+            begun.append(request)
+            if request:
+                assert go_on.wait(WAIT_S)
+            return request
+
+        return wait
+
+    results = ask_ahead(ask, range(50), depth=10)
+    assert next(results) == 0
+    results.close()
+    go_on.set()
+
+    assert len(begun) <= 2

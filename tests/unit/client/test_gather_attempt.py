@@ -52,6 +52,10 @@ class Asking:
         self.answered: list[str] = []
         self.attempt = GatherAttempt(self.streams, files, self.on_answer, self.on_failure)
 
+    def ask(self, parts: list[Part]) -> None:
+        self.attempt.send(parts)
+        self.attempt.receive()
+
     def on_answer(self, node: NodeRef) -> None:
         self.answered.append(node.id)
 
@@ -62,7 +66,7 @@ class Asking:
 
 def test_every_part_is_answered_and_its_stream_given_back() -> None:
     asking = Asking(FakeStream(), FakeStream(), files=Files())
-    asking.attempt.run([part(0), HERE, part(1)])
+    asking.ask([part(0), HERE, part(1)])
     answers = asking.attempt.answers
     assert sorted(answer.positions.tolist() for answer in answers) == [[0, 1], [2, 3], [6, 7]]
     assert all(sum(batch.num_rows for batch in answer.batches) == 2 for answer in answers)
@@ -76,7 +80,7 @@ def test_every_part_is_answered_and_its_stream_given_back() -> None:
 def test_the_parts_of_nodes_that_fail_are_left_and_the_others_answered(error: CacheError) -> None:
     broken = FakeStream(error)
     asking = Asking(FakeStream(), broken, error)
-    asking.attempt.run([part(0), part(1), part(2)])
+    asking.ask([part(0), part(1), part(2)])
     assert [each.node for each in asking.attempt.failed] == [NODES[2], NODES[1]]
     assert asking.failures == [("node-2", error), ("node-1", error)]
     assert asking.attempt.last_error == str(error)
@@ -87,13 +91,13 @@ def test_the_parts_of_nodes_that_fail_are_left_and_the_others_answered(error: Ca
 def test_only_the_node_that_times_out_first_is_blamed() -> None:
     timed_out, late = NodeUnavailableError("timed out"), NodeUnavailableError("late")
     asking = Asking(timed_out, FakeStream(late))
-    asking.attempt.run([part(0), part(1)])
+    asking.ask([part(0), part(1)])
     assert asking.failures == [("node-0", timed_out)]
     assert [each.node for each in asking.attempt.failed] == NODES[:2]
     assert asking.attempt.last_error == "timed out"
 
     asking = Asking(FakeStream(timed_out), FakeStream(late))
-    asking.attempt.run([part(0), part(1)])
+    asking.ask([part(0), part(1)])
     assert asking.failures == [("node-0", timed_out)]
 
 
@@ -104,14 +108,14 @@ def test_a_request_that_is_refused_for_good_is_raised_and_no_stream_is_kept(wher
     refused = FakeStream(refusal)
     asking = Asking(refusal if where == "opening" else refused, good)
     with pytest.raises(RequestError, match="no such column"):
-        asking.attempt.run([part(0), part(1)])
+        asking.ask([part(0), part(1)])
     left = {good} if where == "opening" else {good, refused}
     assert set(asking.streams.discarded) == left and asking.answered == []
 
 
 def test_rows_of_a_file_that_is_lost_are_left_and_no_node_is_blamed() -> None:
     asking = Asking(FakeStream(), files=Files(ShardFileLostError("cannot read shard-00003.arrow")))
-    asking.attempt.run([HERE, part(0)])
+    asking.ask([HERE, part(0)])
     assert asking.attempt.failed == [HERE] and asking.failures == []
     assert asking.attempt.last_error == "cannot read shard-00003.arrow"
     assert asking.answered == ["node-0"]

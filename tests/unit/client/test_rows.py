@@ -69,7 +69,7 @@ def test_the_answers_of_several_nodes_are_put_in_order(data: st.DataObject) -> N
         middle = data.draw(st.integers(0, len(mine)))
         answers.append(Answer(positions, [stored(mine[:middle]), stored(mine[middle:])]))
 
-    (rows,) = in_order(LAYOUT, len(numbers), answers)
+    rows = join(in_order(LAYOUT, len(numbers), answers))
 
     assert numbers_of(rows) == numbers
 
@@ -86,7 +86,7 @@ def test_lists_of_several_nodes_are_put_in_order(rows: list[tuple[int, int | Non
         batch = pa.RecordBatch.from_arrays([mine], schema=layout.schema)
         answers.append(Answer(positions, [batch, batch.slice(0, 0)]))
 
-    (ordered,) = in_order(layout, len(rows), answers)
+    ordered = join(in_order(layout, len(rows), answers))
 
     assert ordered.arrays[0].to_pylist() == lists
 

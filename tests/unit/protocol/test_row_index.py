@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache_protocol.storage.row_index import RowIndex, group_rows, row_starts
+from cache_protocol.storage.row_index import RowIndex, RowRuns, group_rows, row_starts
 
 _SIZES = st.lists(
     st.one_of(st.integers(1, 12), st.integers(1, 5_000), st.just(1_000)), min_size=1, max_size=40
@@ -84,3 +84,28 @@ def test_row_starts_are_the_rows_before_each_shard_and_the_total(
     rows: list[int], starts: tuple[int, ...]
 ) -> None:
     assert row_starts(rows) == starts
+
+
+@settings(max_examples=100)
+@given(st.integers(0, 50), st.integers(1, 9), st.integers(1, 9), st.integers(1, 60))
+def test_runs_are_found_in_their_rows_and_go_on_after_whole_runs(
+    start: int, length: int, gap: int, num_rows: int
+) -> None:
+    runs = RowRuns(start, length, length + gap)
+    all_rows = np.concatenate([np.arange(*run) for run in runs.within(start + 1300)])
+    found = RowRuns.of(all_rows[:num_rows])
+    assert found == (runs if num_rows > length else RowRuns(start))
+    after = found.after(num_rows)
+    if num_rows > length and num_rows % length:
+        assert after is None
+    elif num_rows > length:
+        assert after == RowRuns.of(all_rows[num_rows:1100])
+    else:
+        assert after == RowRuns(start + num_rows)
+
+
+@pytest.mark.parametrize(
+    "rows", [[3, 2, 1], [1, 1, 2], [0, 1, 3, 5, 6], [0, 1, 4, 5, 9, 10], [0, 2, 3], [4, 5, 2, 3]]
+)
+def test_other_rows_are_no_runs(rows: list[int]) -> None:
+    assert RowRuns.of(np.array(rows)) is None

@@ -13,7 +13,7 @@ from cache_protocol.errors import (
     NodeUnavailableError,
     NotReadyError,
 )
-from cache_protocol.storage.row_index import row_starts
+from cache_protocol.storage.row_index import RowRuns, row_starts
 from cache_protocol.storage.shard_files import Selection, empty_batch
 from cache_server.shards.resident_rows import ResidentRows, runs_of_rows
 from tests.stored_rows import COLUMNS, KEY, LAYOUT, expected, gather, logical, mapped
@@ -263,3 +263,26 @@ def test_the_mean_bytes_of_a_row_are_those_of_its_values(tmp_path: Path) -> None
     texts = sum(len(text or "") for text in (row["text"] for row in expected(range(2400))))
     mean = 4 + texts / 2400  # a value and its offset
     assert mean <= rows.mean_row_bytes(Selection(LAYOUT, ["text"])) < mean + 2
+
+
+@pytest.mark.parametrize("max_rows", [1, 4, 7, 30])
+@pytest.mark.parametrize(("length", "stride"), [(0, 0), (1, 3), (2, 2), (3, 8), (9, 20)])
+def test_runs_are_their_rows_in_messages_of_no_more_rows_than_asked_for(
+    tmp_path: Path, length: int, stride: int, max_rows: int
+) -> None:
+    rows, selection = resident(tmp_path, [11, 0, 7, 23]), Selection(LAYOUT, ["b", "text", "row"])
+    runs = RowRuns(2, length, stride)
+    ids = [row for first, last in runs.within(38) for row in range(first, last)]
+    batches = list(rows.runs(runs, 38, max_rows, selection))
+    assert [row for batch in batches for row in logical(batch, selection)] == expected(
+        ids, ["b", "text", "row"]
+    )
+    assert all(1 <= batch.num_rows <= max_rows for batch in batches)
+
+
+def test_messages_after_the_end_of_a_shard_begin_where_they_would_without_it(
+    tmp_path: Path,
+) -> None:
+    rows = resident(tmp_path, [10, 20])
+    sizes = [batch.num_rows for batch in rows.slices(0, 30, 4, Selection(LAYOUT, []))]
+    assert sizes == [4, 4, 2, 2, 4, 4, 4, 4, 2]  # so that batches of 4 are views again
