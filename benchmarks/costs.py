@@ -8,7 +8,6 @@ constants are the least squares of relative errors over the points; the largest 
 from __future__ import annotations
 
 import itertools
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -25,7 +24,6 @@ from benchmarks.scale import BATCH_SIZE, InstantNode, make_case
 from benchmarks.tables import FEATURES, ROW_BYTES
 from cache_client import CacheClient, CacheIterableDataset, DatasetSpec
 from cache_client.connections import Connection
-from cache_client.fetch_ahead import FETCH_THREADS
 from cache_client.order import EpochOrder
 from cache_client.plan import wait_for_plan
 from cache_client.window_sizes import WindowSizes
@@ -39,6 +37,7 @@ _REQUESTS = (
     *((61_440, 4, 100), (61_440, 30, 100), (128, 1, 1)),
 )
 _NODES = (1, 2, 4, 8, 100)  # of the client without a wire
+_REQUESTS_AHEAD = 2
 _IDLE_TIMES = 4
 _REPEATS = 3  # of which the least counts; the first one warms up
 _LEAST_S = 0.2  # of processor time, for each point
@@ -157,7 +156,7 @@ def _windows(steps: int) -> Any:
 def _wire(cluster: LocalCluster) -> tuple[list[float], list[float], float, float]:
     """Nanoseconds of a request, a message, a row and a stream, for client and node; the errors.
 
-    `FETCH_THREADS` streams at once, as a reader has, from one node.
+    From one node, on one stream that has requests ahead, as a reader has it.
     """
     pid = cluster.nodes[0].pid
     credentials = Credentials(token=cluster.token)
@@ -168,34 +167,30 @@ def _wire(cluster: LocalCluster) -> tuple[list[float], list[float], float, float
     client_ns: list[float] = []
     node_ns: list[float] = []
 
-    def ask(number: int, count: int, rows: int, messages: int, requests: int) -> None:
-        for at in range(count):
-            if at % requests == 0:
-                stream = connection.open_gather(
-                    "table", shards.fingerprint, (), 60.0, rows_per_message=-(-rows // messages)
-                )
-            begin = (at * FETCH_THREADS + number) * rows % (len(row_ids) - rows)
-            stream.send(row_ids[begin : begin + rows])
-            stream.receive(rows)
-            if (at + 1) % requests == 0:
-                stream.close()
+    def read(count: int, rows: int, messages: int, requests: int) -> None:
+        for first in range(0, count, requests):
+            stream = connection.open_gather(
+                "table", shards.fingerprint, (), 60.0, rows_per_message=-(-rows // messages)
+            )
+            asked = range(first, min(count, first + requests))
+            for at in asked:
+                begin = at * rows % (len(row_ids) - rows)
+                stream.send(row_ids[begin : begin + rows])
+                if at - first >= _REQUESTS_AHEAD:
+                    stream.receive(rows)
+            for _ in asked[-_REQUESTS_AHEAD:]:
+                stream.receive(rows)
+            stream.close()
 
     for rows, messages, requests in _REQUESTS:
-        count = min(1_000, max(4, shards.num_rows // rows // FETCH_THREADS))
+        count = min(1_000, max(4, shards.num_rows // rows))
         spent = []
         for _ in range(1 + _REPEATS):
             before = time.process_time(), process_cpu_s(pid)
-            threads = [
-                threading.Thread(target=ask, args=(number, count, rows, messages, requests))
-                for number in range(FETCH_THREADS)
-            ]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
+            read(count, rows, messages, requests)
             spent.append((time.process_time() - before[0], process_cpu_s(pid) - before[1]))
         for found, values in zip((client_ns, node_ns), zip(*spent[1:], strict=True), strict=True):
-            found.append(min(values) / count / FETCH_THREADS * 1e9)
+            found.append(min(values) / count * 1e9)
         points.append((1, messages, rows, 1 / min(count, requests)))
     connection.close()
     wire, wire_error = _fit(points, client_ns)

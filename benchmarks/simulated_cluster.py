@@ -29,7 +29,6 @@ import numpy.typing as npt
 from benchmarks.costs import Costs
 from benchmarks.scale import BATCH_SIZE, ROWS_PER_SHARD, SCHEMA
 from cache_client.connections import REQUEST_TIMEOUT_S
-from cache_client.fetch_ahead import FETCH_THREADS
 from cache_client.order import EpochOrder, StepPlan
 from cache_client.reader import _FIRST_WAIT_S, _LONGEST_WAIT_S
 from cache_client.routing import NodeRef, Router, ShardMap
@@ -227,9 +226,8 @@ class _Rank:
     """How far a rank is, in windows."""
 
     asked: int = 0
-    running: int = 0
     knows: bool = False  # which nodes are lost
-    idle_streams: list[float] = field(default_factory=list)  # until when they may be used
+    streams_until: float = 0.0  # when its streams to the nodes may no longer be used
     ready: set[int] = field(default_factory=set)
     begins: list[float] = field(default_factory=list)  # of windows: when they are handed out
 
@@ -259,7 +257,6 @@ class Simulation:
         self._recovered_at = math.inf if case.lost else 0.0
         self._waiting: list[tuple[int, int, Asked]] = []
         self._open_parts: dict[tuple[int, int], int] = {}
-        self._streams: dict[tuple[int, int], float] = {}  # until when they may be used
         self._opening: set[tuple[int, int]] = set()  # windows whose streams are new
         self._ends: list[float] = []  # of windows
         self._marks: list[tuple[float, Counts, Seconds]] = []
@@ -290,11 +287,8 @@ class Simulation:
     def _start(self, now: float, number: int) -> None:
         rank, plans = self._ranks[number], self.plans
         while (
-            rank.asked < self.case.windows
-            and rank.running < FETCH_THREADS
-            and rank.asked - len(rank.begins) < plans.windows_ahead
+            rank.asked < self.case.windows and rank.asked - len(rank.begins) < plans.windows_ahead
         ):
-            rank.running += 1
             planned_s = self._work(now, number, self._window_rows * self.costs.plan_row)
             self._at(planned_s, self._ask, number, rank.asked)
             rank.asked += 1
@@ -310,10 +304,8 @@ class Simulation:
     def _ask(self, now: float, number: int, window: int) -> None:
         rank, requests = self._ranks[number], self.plans.requests(number, window)
         self._open_parts[number, window] = 1
-        streams = [until for until in rank.idle_streams if until > now]
-        rank.idle_streams = streams[:-1]
-        self._streams[number, window] = streams[-1] if streams else now + REQUEST_TIMEOUT_S
-        if not streams:
+        if rank.streams_until <= now:
+            rank.streams_until = now + REQUEST_TIMEOUT_S
             self._opening.add((number, window))
             self._work(now, number, len(requests.before.nodes) * self.costs.client_stream)
         if not self.case.lost or now < self.case.lost_at_s:
@@ -373,7 +365,6 @@ class Simulation:
             return
         del self._open_parts[number, window]
         self._opening.discard((number, window))
-        self._ranks[number].idle_streams.append(self._streams.pop((number, window)))
         costs, parts = self.costs, len(self.plans.requests(number, window).before.nodes)
         work_ns = self._window_rows * costs.client_row + parts * costs.client_request
         if parts > 1:
@@ -384,7 +375,6 @@ class Simulation:
 
     def _end(self, now: float, number: int, window: int) -> None:
         rank = self._ranks[number]
-        rank.running -= 1
         rank.ready.add(window)
         self._ends.append(now)
         total = self.case.num_ranks * self.case.windows
@@ -483,7 +473,7 @@ class Simulation:
         begins = np.array([rank.begins for rank in self._ranks])
         training_s = plans.steps_per_window * case.step_s
         waits = np.diff(begins, axis=1) - training_s
-        start = min(FETCH_THREADS, case.windows // 4)  # the first windows meet no queue
+        start = min(plans.windows_ahead, case.windows // 4)  # the first windows meet no queue
         seconds = np.maximum(begins[:, -1] - begins[:, start], 1e-9)
         steps = plans.steps_per_window * (case.windows - 1 - start) / seconds
         (begin, sent, cpu_s), (end, sent_then, cpu_then_s) = self._marks[0], self._marks[-1]
@@ -502,7 +492,7 @@ class Simulation:
             "node_gigabits_per_s": {"mean": float(per_node.mean()), "max": float(per_node.max())},
             "share_of_0.8_nic": float(per_node.max() / (NIC_BYTES_PER_S * 8e-9 * NIC_SHARE)),
             "requests_per_s_a_node": per_second * requests / case.num_nodes,
-            "streams_of_a_node": case.num_ranks * FETCH_THREADS * requests / case.num_nodes,
+            "streams_of_a_node": case.num_ranks * requests / case.num_nodes,
             "node_cores_used": float(((cpu_then_s - cpu_s) / duration).mean()),
             "held_over_mean": _imbalance(held),
             "served_over_mean": _imbalance(self.sent_rows[~plans.is_lost].astype(float)),

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from cache_client.connections import REQUEST_TIMEOUT_S
-from cache_client.fetch_ahead import FETCH_THREADS
 from cache_server.config import NodeConfig
 from cache_server.rpc.stream_limits import MAX_CALLS_OF_PRINCIPAL
 
@@ -73,14 +72,13 @@ One reader on one core, all nodes on another one. To reach: {result["target_erro
 
 {reads}
 
-A window has rows of all nodes, so each rank has {FETCH_THREADS} streams to each node. Not bytes but
-requests and streams are the limit:
+A window has rows of all nodes, so each rank has one stream to each node. Not bytes but requests and
+streams are the limit:
 
 - A node takes {most_requests:,.0f} requests/s at most, one after the other: Python has one lock.
 - A reader uses a stream for {REQUEST_TIMEOUT_S:.0f} s. A node opens one in {stream_ms:.2f} ms.
 - A node refuses more than {MAX_CALLS_OF_PRINCIPAL:,} streams of one principal, and fewer with less
-  than 48 GiB of memory. A job of one principal can have at most
-  {MAX_CALLS_OF_PRINCIPAL // FETCH_THREADS:,} ranks.
+  than 48 GiB of memory. A job of one principal can have at most as many ranks.
 
 {moves}
 

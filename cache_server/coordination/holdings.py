@@ -59,6 +59,7 @@ class Holdings:
         self._loads: dict[str, frozenset[int | None]] = {}  # likewise
         self._described: dict[float, pb.DatasetInfo] = {}  # by lease
         self._placements: dict[int, tuple[tuple[str, ...], ...]] = {}  # by number of shards
+        self._assignments: dict[int, Mapping[str, Sequence[int]]] = {}  # likewise
         self._shard_holders = ShardHolders(version, checks)
         if before is not None:
             self._shard_holders = before._shard_holders
@@ -71,9 +72,7 @@ class Holdings:
             (before._pinned, self._pinned),
         )
         if all(old is new for old, new in same) and not self._pinned.is_written:
-            self._placements = before._placements
-            if "_assigned" in before.__dict__:
-                self.__dict__["_assigned"] = before._assigned
+            self._placements, self._assignments = before._placements, before._assignments
 
     def last_report(self, node_id: str) -> pb.ActualDataset:
         """The last report of a node about this attempt of the version; empty if there is none."""
@@ -299,10 +298,12 @@ class Holdings:
             self._placements[num_shards] = placement
         return self._placements[num_shards]
 
-    @cached_property
-    def _assigned(self) -> Mapping[str, Sequence[int]]:
-        """The shards of each node."""
-        return shards_by_node(self.placement(self.version.num_shards or 0))
+    def _assigned(self, node_id: str) -> Sequence[int]:
+        """The shards that a node should hold; of a whole query, none before it has run."""
+        num_shards = self.version.num_shards or 0
+        if num_shards not in self._assignments:
+            self._assignments[num_shards] = shards_by_node(self.placement(num_shards))
+        return self._assignments[num_shards].get(node_id, ())
 
     def loader(self, index: int | None) -> str | None:
         """The node that loads a shard, or the whole query, from its source; None: no live node."""
@@ -355,7 +356,7 @@ class Holdings:
         put = self._put_on
         if pinned.shards is None and version.num_shards is None:
             mine = set()  # from an interrupted run
-        assigned = self._assigned.get(node_id, ())
+        assigned = self._assigned(node_id)
         for index in sorted(desired_shards(assigned, mine, placement, holders)):
             held_by = self._sources(index, node_id)
             if index in odd or (index in wrong and held_by):
