@@ -99,15 +99,15 @@ def dataset_name(request: pytest.FixtureRequest, client: CacheClient) -> Iterato
 
 @pytest.fixture
 def fetches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many rows each fetch of a reader brought."""
+    """How many rows readers were asked for, at each time."""
     sizes: list[int] = []
-    fetch = Reader.fetch
+    ask = Reader.ask
 
-    def noting(self: Reader, row_ids: Any) -> Any:
+    def noting(self: Reader, row_ids: Any, *args: Any, **options: Any) -> Any:
         sizes.append(len(row_ids))
-        return fetch(self, row_ids)
+        return ask(self, row_ids, *args, **options)
 
-    monkeypatch.setattr(Reader, "fetch", noting)
+    monkeypatch.setattr(Reader, "ask", noting)
     return sizes
 
 

@@ -66,7 +66,7 @@ def docs_say_their_row(batch: dict[str, Any]) -> bool:
     ("local", "shuffle", "window_bytes", "message_bytes"),
     [
         *((True, False, 16 * MEBI, 0), (True, True, 16 * MEBI, 0)),
-        *((False, True, 8 * MEBI, 2 * MEBI), (False, False, 4 * MEBI, 4 * MEBI)),
+        *((False, True, 16 * MEBI, 4 * MEBI), (False, False, 4 * MEBI, 4 * MEBI)),
     ],
 )
 def test_the_first_window_is_not_the_whole_table(

@@ -310,7 +310,8 @@ def test_reads_that_run_when_it_is_closed_say_so_in_one_wording(tmp_path: Path) 
         suspend(node)
         try:
             with ThreadPoolExecutor(20) as pool:  # more than read at the same time
-                reads = [pool.submit(dataset.__getitem__, row) for row in range(20)]
+                # Rows that follow one another may have arrived already.
+                reads = [pool.submit(dataset.__getitem__, row) for row in range(10, 50, 2)]
                 assert not wait(reads, 0.2).done
                 dataset.close()
                 errors = {str(read.exception(WAIT_S / 4)) for read in reads}
@@ -456,7 +457,7 @@ def run_block(
 
 
 def test_the_guide_has_its_examples() -> None:
-    assert (len(OTHERS), len(GRAIN)) == (11, 1)
+    assert (len(OTHERS), len(GRAIN)) == (12, 1)
 
 
 @pytest.mark.parametrize("block", OTHERS, ids=range(len(OTHERS)))
