@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -19,7 +20,7 @@ from cache_client.load_log import UNKNOWN_ROWS, LoadLog, LoggedGroup
 from cache_client.node_health import NodeHealth
 from cache_client.order import EpochOrder, StepPlan, step_windows
 from cache_client.passes import Pass
-from cache_client.rank_batches import _fetch_window, _windows
+from cache_client.rank_batches import _ask_for_window, _windows
 from cache_client.routing import NodeRef, Router, ShardMap
 from cache_client.views.job_view import JobView
 from cache_client.views.logged_view import LoggedView
@@ -101,20 +102,13 @@ class Growing(LoadingSource):
         return map_of(log_of(self.groups, self.number, total=self.total))
 
 
-@dataclass
-class Nodes:
+def ask_nodes(source: LoadingSource, row_ids: Any) -> Callable[[], list[Any]]:
     """Stands for a reader: checks that each row is asked of the node that has it."""
-
-    source: LoadingSource
-    is_closed: bool = False
-
-    def fetch(self, row_ids: Any) -> list[Any]:
-        parts = Router(self.source.shards).route(row_ids)
-        for part in parts:
-            assert part.node is not None
-            shards = set((part.row_ids // ROWS_OF_A_SHARD).tolist())
-            assert {"ab"[index % 2] for index in shards} == {part.node.id}
-        return []
+    for part in Router(source.shards).route(row_ids):
+        assert part.node is not None
+        shards = set((part.row_ids // ROWS_OF_A_SHARD).tolist())
+        assert {"ab"[index % 2] for index in shards} == {part.node.id}
+    return list
 
 
 def steps_of_pass(source: LoadingSource, this: Pass, rank: int, window: int) -> Iterator[list[int]]:
@@ -122,9 +116,8 @@ def steps_of_pass(source: LoadingSource, this: Pass, rank: int, window: int) -> 
     view = JobView(LoggedView(source.log))
 
     def fetch(steps: range) -> Any:
-        return _fetch_window(
-            Nodes(source), this, view, rank, steps, audits=True, loading=source  # type: ignore[arg-type]
-        )  # fmt: skip
+        ask = partial(_ask_for_window, audits=True, loading=source, given_up=lambda: False)
+        return ask(this, view, rank, partial(ask_nodes, source), steps)()
 
     for found in _windows(map(fetch, step_windows(this.steps, window)), fetch):
         assert found.digests is not None and len(found.digests[0]) == len(found.sizes)
