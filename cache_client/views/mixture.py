@@ -119,6 +119,13 @@ class Pattern:
         rounds += np.take(self._before, within)
         return sources, rounds
 
+    def slots_of(self, source: int, first: int, count: int) -> Int64Array:
+        """The slots of a source in ``[first, first + count)``, counted from ``first``."""
+        rounds = np.arange(-(-(first % self.size + count) // self.size), dtype=np.int64)
+        found = np.add.outer(rounds * self.size - first % self.size, self._slots_of[source])
+        flat: Int64Array = found.reshape(-1)
+        return flat[slice(*np.searchsorted(flat, (0, count)))]
+
     def counts(self, slots: int) -> tuple[int, ...]:
         """How many of the first ``slots`` slots each source has."""
         rounds, rest = divmod(slots, self.size)
@@ -292,6 +299,23 @@ class Mixing:
             rows[here] = found
         return sources, rows
 
+    def locate_run(self, first: int, count: int, epoch: int) -> list[tuple[Int64Array, int]] | None:
+        """As `locate`, for consecutive slots, at a fraction of the cost.
+
+        Returns:
+            For each source its places among the slots, and the row that the first of them reads;
+            None if the draw is random, or the weights change on the way.
+        """
+        start = self.epoch_start(epoch) + first
+        if self.draw == "random" or any(start < c.slot < start + count for c in self.changes):
+            return None
+        change = [each for each in self.changes if each.slot <= start][-1]
+        pattern, rows = _pattern(change.weights), self.counts(start)
+        return [
+            (pattern.slots_of(source, start - change.slot, count), row)
+            for source, row in enumerate(rows)
+        ]
+
     def change_slot(self, slot: int, epoch: int) -> int:
         """The first slot of the run from which on weights can change, if those before are read."""
         if self.draw == "stratified":
@@ -425,12 +449,23 @@ class MixtureView:
 
     def samples(self, slots: Int64Array, epoch: int) -> Samples:
         """The rows of slots, with the source of each."""
-        sources, rows = _pool(len(slots), np.int16), _pool(len(slots), np.int64)
+        sources = _pool(len(slots), np.int16)
+        parts: list[tuple[Int64Array, Samples]] = []
+        run = None
+        if len(slots) and (np.diff(slots) == 1).all():
+            run = self.mixing.locate_run(int(slots[0]), len(slots), epoch)
+        if run is not None:
+            for number, (places, row) in enumerate(run):
+                if len(places):
+                    sources[places] = number
+                    in_run = np.arange(row, row + len(places), dtype=np.int64)
+                    parts += self._passes(number, places, in_run, self.mixing.rows[number])
+            return _in_slots(sources, parts)
+        rows = _pool(len(slots), np.int64)
         chunks = range(0, len(slots), _CHUNK_SLOTS)
         for at in chunks:
             chunk = slice(at, at + _CHUNK_SLOTS)
             sources[chunk], rows[chunk] = self.mixing.locate(slots[chunk], epoch)
-        parts: list[tuple[Int64Array, Samples]] = []
         for number, size in enumerate(self.mixing.rows):
             places, in_run = _pool(len(slots), np.int64), _pool(len(slots), np.int64)
             count = 0
