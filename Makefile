@@ -89,11 +89,11 @@ docs: $(STAMP)  ## build the site in build/site; a broken link fails it
 images:  ## build the images and try them out, with docker, podman or buildah; ARGS="server"
 	$(PYTHON) runtimes/images/build_images.py $(ARGS)
 
-bench: $(STAMP) $(PEERS_STAMP)  ## measure everything, beside other libraries, and plot it; 30 minutes
+bench: $(STAMP) $(PEERS_STAMP)  ## measure everything, beside other libraries, and plot it; 40 minutes
 	for name in shuffle load resume mixture; do \
 		$(BIN)/python -m benchmarks.$$name --peers-python $(PEERS)/bin/python || exit 1; done
 	for name in throughput stores size ranks scale views wire lakes access writes accelerators \
-		same_host simulation; do \
+		same_host coordinator simulation; do \
 		$(BIN)/python -m benchmarks.$$name || exit 1; done
 	$(PEERS)/bin/python benchmarks/plot.py
 

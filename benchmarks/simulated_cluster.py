@@ -480,7 +480,7 @@ class Simulation:
         duration = max(end - begin, 1e-9)
         per_node = (sent_then - sent) * row_bytes / duration * 8e-9
         requests = len(plans.requests(0, 0).before.nodes)
-        per_second = case.num_ranks * float(np.median(steps)) / plans.steps_per_window
+        windows = len(self._ends) - 2 * (len(self._ends) // 4)  # between the marks
         return {
             "case": asdict(case),
             "steps_per_window": plans.steps_per_window,
@@ -491,7 +491,7 @@ class Simulation:
             "node_cpu_ns_a_row": float(self._node_cpu_s.sum()) / self.received_rows * 1e9,
             "node_gigabits_per_s": {"mean": float(per_node.mean()), "max": float(per_node.max())},
             "share_of_0.8_nic": float(per_node.max() / (NIC_BYTES_PER_S * 8e-9 * NIC_SHARE)),
-            "requests_per_s_a_node": per_second * requests / case.num_nodes,
+            "requests_per_s_a_node": windows / duration * requests / case.num_nodes,
             "streams_of_a_node": case.num_ranks * requests / case.num_nodes,
             "node_cores_used": float(((cpu_then_s - cpu_s) / duration).mean()),
             "held_over_mean": _imbalance(held),

@@ -75,7 +75,7 @@ def cases(part: int) -> list[Case]:
     return [
         *(
             replace(full, name=f"{num:,} nodes", num_nodes=num, num_shards=num * 100,
-                    num_ranks=num * 10)
+                    num_ranks=num * 10, windows=full.windows * full.num_nodes // num)
             for num in (10 // part, 100 // part) if num
         ),
         replace(one, name="replicas 1"),

@@ -78,7 +78,8 @@ streams are the limit:
 - A node takes {most_requests:,.0f} requests/s at most, one after the other: Python has one lock.
 - A reader uses a stream for {REQUEST_TIMEOUT_S:.0f} s. A node opens one in {stream_ms:.2f} ms.
 - A node refuses more than {MAX_CALLS_OF_PRINCIPAL:,} streams of one principal, and fewer with less
-  than 48 GiB of memory. A job of one principal can have at most as many ranks.
+  than 48 GiB of memory. A rank has two streams while it replaces one, so a job can have
+  half as many ranks.
 
 {moves}
 

@@ -328,6 +328,7 @@ class CacheIterableDataset(RankBatches):
             lambda names: wait_for_plan(
                 self.endpoint, self.name, names, asked.ready_deadline_s, self._credentials,
                 fingerprint=fingerprint, follow=follow, known_groups=known_groups,
+                others=() if before is None else before.shards.locations(self.endpoint),
             ),
         )  # fmt: skip
         is_same = before is not None and before.shards.fingerprint == shards.fingerprint

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 from cache_client.load_log import LoadLog
@@ -17,8 +17,8 @@ from cache_client.plan import wait_for_plan
 from cache_client.routing import ShardMap
 from cache_client.source import Source
 from cache_client.views.logged_view import LoggedView
-from cache_client.views.view import Shuffle
-from cache_protocol.errors import NodeUnavailableError, NotReadyError
+from cache_client.views.view import Shuffle, epoch_order
+from cache_protocol.errors import NodeUnavailableError, NotReadyError, StaleVersionError
 from cache_protocol.wire.credentials import Credentials
 
 _LOOK_S = 0.5  # at whether a pass is given up
@@ -84,7 +84,8 @@ class LoadingSource(Source):
 
     def order(self, epoch: int) -> EpochOrder:
         """The order of the rows of the known groups."""
-        return _order(self.log.rows_of_groups, self._shuffle, epoch)
+        log = self.log
+        return epoch_order(self._shuffle, log.num_rows, epoch, groups=log.rows_of_groups)
 
     def tell(self, this: Pass) -> None:
         """Gives a pass the end and the order of its epoch, as far as they are known."""
@@ -102,7 +103,7 @@ class LoadingSource(Source):
             given_up: whether nothing waits for them any more.
 
         Raises:
-            LoadError: the load failed.
+            LoadError: the load failed. StaleVersionError: it was begun again.
             NotReadyError, NodeUnavailableError: it did not come further until the deadline.
         """
         stop = this.plan.rows_consumed + (steps[0] + 1) * this.plan.rows_per_step
@@ -116,12 +117,11 @@ class LoadingSource(Source):
                 else:
                     self._ask(asking, given_up)
             self.tell(this)
-        plan, log = this.plan, self.log
+            plan, log = this.plan, self.log
         existing = len(range(steps.start, min(steps.stop, plan.num_steps), steps.step))
         sealed = log.num_rows - plan.rows_consumed
-        full = plan.num_steps if log.closed else max(0, sealed) // plan.rows_per_step
-        if log.num_rows == log.num_slots:
-            full = plan.num_steps
+        is_all = log.num_rows == log.num_slots
+        full = plan.num_steps if is_all else max(0, sealed) // plan.rows_per_step
         now = len(range(steps.start, min(steps.stop, full), steps.step))
         later = steps[now:existing]
         return KnownSteps(LoggedView(log), steps[:now], later, existing < len(steps))
@@ -130,20 +130,35 @@ class LoadingSource(Source):
         """Asks once for more groups, without waiting for any."""
         asking = self._asking
         with asking.changed:
-            if self.log.closed or asking.is_asked:
-                return
-            try:
-                self._ask(asking, lambda: True)
-            except (NotReadyError, NodeUnavailableError):
-                return  # a pass that needs more groups will wait for them
+            for location in self.shards.locations(self.endpoint):
+                if self.log.closed or asking.is_asked:
+                    return
+                # A pass that needs more groups will wait for them.
+                with suppress(NotReadyError, NodeUnavailableError):
+                    return self._ask(asking, lambda: True, first=location)
 
-    def _ask(self, asking: _Asking, given_up: Callable[[], bool]) -> None:
-        """Waits for more groups; called inside the lock, which it leaves meanwhile."""
+    def _ask(self, asking: _Asking, given_up: Callable[[], bool], *, first: str = "") -> None:
+        """Waits for more groups; called inside the lock, which it leaves meanwhile.
+
+        Args:
+            first: the location to ask first; empty: the endpoint.
+
+        Raises:
+            StaleVersionError: the version was loaded again, in another order.
+        """
         asking.is_asked = True
         asking.changed.release()
         found = None
         try:
-            found = self._read(given_up)
+            read = self._read(given_up, first or self.endpoint)
+            log_id = None if read.log is None else read.log.log_id
+            if log_id != self.log.log_id:
+                raise StaleVersionError(
+                    f"dataset {read.dataset!r} was loaded again while its first epoch was read: "
+                    f"its log is {log_id}, the epoch follows {self.log.log_id}. Begin the epoch "
+                    "again"
+                )
+            found = read
         finally:
             asking.changed.acquire()
             asking.is_asked = False
@@ -151,10 +166,10 @@ class LoadingSource(Source):
                 self.shards = self._node_health().shards = found
             asking.changed.notify_all()
 
-    def _read(self, given_up: Callable[[], bool]) -> ShardMap:
+    def _read(self, given_up: Callable[[], bool], first: str) -> ShardMap:
         shards = self.shards
         return wait_for_plan(
-            self.endpoint,
+            first,
             shards.dataset,
             self.columns,
             self._ready_deadline_s,
@@ -190,15 +205,3 @@ class _Asking:
     def __init__(self) -> None:
         self.changed = threading.Condition()
         self.is_asked = False
-
-
-@lru_cache(maxsize=16)
-def _order(groups: tuple[int, ...], shuffle: Shuffle, epoch: int) -> EpochOrder:
-    return EpochOrder(
-        sum(groups),
-        shuffle=True,
-        shuffle_block_size=shuffle.shuffle_block_size,
-        seed=shuffle.seed,
-        epoch=epoch,
-        groups=groups,
-    )

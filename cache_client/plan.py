@@ -64,7 +64,8 @@ def wait_for_plan(
         DatasetNotFoundError, StaleVersionError, LoadError, RequestError: at once.
         NotReadyError, NodeUnavailableError: at the deadline, or given up.
     """
-    deadline, progress = time.monotonic() + deadline_s, ""
+    # Nodes that are asked in turn may differ, and say the same again and again.
+    deadline, progress = time.monotonic() + deadline_s, set[str]()
     last_attempt_s = min(_LAST_ATTEMPT_S, deadline_s * _LAST_ATTEMPT_PART)
     pause_s = backoff(0.02, 1.0)
 
@@ -72,10 +73,12 @@ def wait_for_plan(
         return max(0.0, min(pause_s(state), deadline - last_attempt_s - time.monotonic()))
 
     def is_over(state: RetryCallState) -> bool:
-        nonlocal deadline, progress
+        nonlocal deadline
         error = None if state.outcome is None else state.outcome.exception()
-        if known_groups is not None and isinstance(error, NotReadyError) and str(error) != progress:
-            deadline, progress = time.monotonic() + deadline_s, str(error)
+        is_loading = known_groups is not None and isinstance(error, NotReadyError)
+        if is_loading and str(error) not in progress:
+            progress.add(str(error))
+            deadline = time.monotonic() + deadline_s
         return given_up() or time.monotonic() >= deadline - last_attempt_s
 
     has_warned = False

@@ -16,7 +16,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -205,8 +205,9 @@ def _ends_in_a_child(call: Callable[[], None], timeout_s: float) -> bool:
         return bool(poll.poll(timeout_s * 1000) and os.read(read_end, 1))
     finally:
         os.close(read_end)
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+        with suppress(ProcessLookupError, ChildProcessError):  # SIGCHLD may be ignored here
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
 
 
 def _grpc_threads(*, young: bool = True) -> set[int]:

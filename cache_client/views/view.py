@@ -176,16 +176,21 @@ class Shuffle:
             skipped: as in `EpochOrder`.
         """
         shuffle = Shuffle(False, seed=self.seed) if view.orders_rows else self
-        return _order(shuffle, view.num_slots(epoch), epoch, skipped)
+        return epoch_order(shuffle, view.num_slots(epoch), epoch, skipped)
 
 
 NO_SHUFFLE: Final = Shuffle(False)
 
 
 @lru_cache(maxsize=256)  # an order makes a key from its arguments, which takes longer than few rows
-def _order(
-    shuffle: Shuffle, num_slots: int, epoch: int, skipped: tuple[tuple[int, int], ...]
+def epoch_order(
+    shuffle: Shuffle,
+    num_slots: int,
+    epoch: int,
+    skipped: tuple[tuple[int, int], ...] = (),
+    groups: tuple[int, ...] = (),
 ) -> EpochOrder:
+    """The order of so many slots; ``skipped`` and ``groups`` as in `EpochOrder`."""
     return EpochOrder(
         num_slots,
         shuffle=shuffle.shuffle,
@@ -193,6 +198,7 @@ def _order(
         seed=shuffle.seed,
         epoch=epoch,
         skipped=skipped,
+        groups=groups,
     )
 
 

@@ -11,6 +11,7 @@ import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -567,23 +568,25 @@ def _sealed_info(
         require_ready(info)
     if not info.HasField("log"):
         raise RequestError("the coordinator is of a release without logs of loads: update it")
-    sealed = pb.DatasetInfo(spec=info.spec, fingerprint=info.fingerprint, nodes=info.nodes)
-    logged = (
-        row for group in info.log.groups for row in zip(group.shards, group.num_rows, strict=True)
-    )
-    for index, num_rows in sorted(each for each in logged if each[1]):
-        shard = sealed.shards.add()
-        shard.CopyFrom(info.shards[index])
-        shard.rows.start = index * ROWS_OF_A_SHARD
-        shard.rows.stop = shard.rows.start + num_rows
-    lost = [shard.index for shard in sealed.shards if not shard.node_ids]
-    if lost or (len(info.log.groups) <= request.known_groups and not info.log.closed):
+    logged: list[tuple[int, int]] = []
+    has_more = len(info.log.groups) > request.known_groups or info.log.closed
+    if has_more:  # readers that wait ask often
+        pairs = (zip(each.shards, each.num_rows, strict=True) for each in info.log.groups)
+        logged = sorted(pair for pair in chain.from_iterable(pairs) if pair[1])
+    lost = [index for index, _ in logged if not info.shards[index].node_ids]
+    if lost or not has_more:
         progress = info.progress
         waits = f"no node has shard {lost[0]} now" if lost else "no more rows can be read yet"
         raise NotReadyError(
             f"dataset {info.spec.name!r} is loading, and {waits}: {progress.shards_done} of "
             f"{progress.shards_total} shards, {progress.rows_done} rows so far"
         )
+    sealed = pb.DatasetInfo(spec=info.spec, fingerprint=info.fingerprint, nodes=info.nodes)
+    for index, num_rows in logged:
+        shard = sealed.shards.add()
+        shard.CopyFrom(info.shards[index])
+        shard.rows.start = index * ROWS_OF_A_SHARD
+        shard.rows.stop = shard.rows.start + num_rows
     columns, last = request.columns, 2**63 - 1
     return flight.FlightInfo(
         _layout(info).select(columns).logical,

@@ -23,8 +23,9 @@ from cache_server.shards.stoppable_thread import StoppableThread
 logger = logging.getLogger(__name__)
 
 MAX_CALLS_OF_CONNECTION = 128
-# Each rank of a job has two streams to each node, and a job is one principal. The most is enough
-# for 12,000 ranks. Each stream takes two memory maps for its thread, and a process has 65,530.
+# A rank of a job has a stream to each node, and two while it replaces one; a job is one principal.
+# The most is enough for 12,000 ranks. Each stream takes two memory maps for its thread, and a
+# process has 65,530.
 MIN_CALLS_OF_PRINCIPAL, MAX_CALLS_OF_PRINCIPAL = 4096, 24_576
 _CALL_BYTES = 128 << 10  # of an open stream: a thread, measured 46 KB, or 111 KB once it sent rows
 _CALLS_SHARE = 16  # a quarter of the memory that a container leaves to the process

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cache_client import plan
 from cache_client.first_epoch import LoadingSource
 from cache_client.load_log import UNKNOWN_ROWS, LoadLog, LoggedGroup
 from cache_client.node_health import NodeHealth
@@ -25,7 +26,12 @@ from cache_client.routing import NodeRef, Router, ShardMap
 from cache_client.views.job_view import JobView
 from cache_client.views.logged_view import LoggedView
 from cache_client.views.view import Shuffle
-from cache_protocol.errors import LoadError
+from cache_protocol.errors import (
+    LoadError,
+    NodeUnavailableError,
+    NotReadyError,
+    StaleVersionError,
+)
 from cache_protocol.storage.row_index import ROWS_OF_A_SHARD
 from cache_protocol.wire.credentials import NO_CREDENTIALS
 
@@ -90,14 +96,17 @@ class Growing(LoadingSource):
     def __init__(self, groups: Groups, known: int, *, total: bool, fails: bool = False) -> None:
         self.groups, self.number, self.total, self.fails = groups, known, total, fails
         self.block_size: int | None = None
+        self.unavailable: set[str] = set()
         super().__init__(
             "grpc://a:1", map_of(log_of(groups, known, total=total)), (), NO_CREDENTIALS,
             deadline_s=1.0, local=False, shuffle=Shuffle(True, None, SEED), ready_deadline_s=1.0,
         )  # fmt: skip
 
-    def _read(self, given_up: Any) -> ShardMap:
+    def _read(self, given_up: Any, first: str) -> ShardMap:
         if self.fails:
             raise LoadError("the load failed")
+        if first in self.unavailable:
+            raise NodeUnavailableError(first)
         self.number = min(self.number + 1, len(self.groups))
         return map_of(log_of(self.groups, self.number, total=self.total))
 
@@ -216,6 +225,45 @@ def test_a_load_that_fails_ends_the_pass_by_name() -> None:
     next(steps)
     with pytest.raises(LoadError, match="the load failed"):
         next(steps)
+
+
+def test_a_pass_ends_by_name_when_its_version_is_loaded_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    source = Growing([[10], [10]], 1, total=True)
+    steps = steps_of_pass(source, begun(source, StepPlan(UNKNOWN_ROWS, 1, 5)), 0, 4)
+    next(steps)
+    next(steps)
+    other = replace(log_of([[10], [10]], 2, total=True), log_id="another")
+    monkeypatch.setattr(source, "_read", lambda *_: map_of(other))
+    with pytest.raises(StaleVersionError, match=r"loaded again .* its log is another"):
+        next(steps)
+    assert source.log.log_id != "another"
+
+
+def test_groups_are_learned_from_another_node_when_the_endpoint_is_gone() -> None:
+    source = Growing([[10], [10]], 1, total=False)
+    source.unavailable = {source.endpoint}
+    source.look()
+    assert source.number == 2 and source.log.closed
+
+
+def test_nodes_that_say_the_same_in_turn_do_not_move_the_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[str] = []
+
+    def read(location: str, *_: Any) -> ShardMap:
+        asked.append(location)
+        raise NotReadyError(f"{location} is loading")
+
+    monkeypatch.setattr(plan, "_read_plan", read)
+    with pytest.raises(NotReadyError, match="is loading"):
+        plan.wait_for_plan(
+            "grpc://a:1", "t", (), 0.2, known_groups=1, others=["grpc://b:1"],
+            given_up=lambda: len(asked) > 100,
+        )  # fmt: skip
+    assert {"grpc://a:1", "grpc://b:1"} == {*asked} and len(asked) < 100
 
 
 def test_more_groups_change_nothing_before_them() -> None:
