@@ -17,12 +17,13 @@ import sys
 import sysconfig
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from kubernetes import client, config
 from kubernetes.dynamic import DynamicClient
-from kubernetes.dynamic.exceptions import NotFoundError
+from kubernetes.dynamic.exceptions import ForbiddenError, NotFoundError
 
 from tests import forked_python
 from tests.manifests import read
@@ -33,6 +34,7 @@ Json = dict[str, Any]
 REPOSITORY = Path(__file__).parents[2]
 _T = TypeVar("_T")
 _FIELD_MANAGER = "e2e"
+_UNSEEN_RUNTIME = "must be created before the TrainJob"
 
 
 def manifests(folder: str) -> list[Json]:
@@ -54,11 +56,15 @@ class Cluster:
         self._dynamic = DynamicClient(client.ApiClient())
 
     def apply(self, *manifests: Json, namespace: str | None = None) -> None:
-        """Server-side apply."""
+        """Server-side apply. A TrainJob waits until Trainer's cache has its new runtime."""
         for manifest in manifests:
-            api = self._dynamic.resources.get(
-                api_version=manifest["apiVersion"], kind=manifest["kind"]
-            )
+            name = manifest["metadata"]["name"]
+            applied = partial(self._applied, manifest, namespace)
+            wait_until(applied, 10.0, f"Trainer knows the runtime of {name}")
+
+    def _applied(self, manifest: Json, namespace: str | None) -> bool:
+        api = self._dynamic.resources.get(api_version=manifest["apiVersion"], kind=manifest["kind"])
+        try:
             self._dynamic.server_side_apply(
                 api,
                 body=manifest,
@@ -67,6 +73,11 @@ class Cluster:
                 field_manager=_FIELD_MANAGER,
                 force_conflicts=True,
             )
+        except ForbiddenError as error:
+            if _UNSEEN_RUNTIME not in str(error):
+                raise
+            return False
+        return True
 
     def get(self, kind: str, name: str, namespace: str) -> Json | None:
         """One object as the API server has it; None where it is absent."""
