@@ -6,6 +6,7 @@ changes the result. When very many do so at once, they are placed in groups.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +14,8 @@ from dataclasses import dataclass, field
 from cache_server.coordination.membership import Membership
 from cache_server.coordination.placement import place
 
-_REST_TIMES = 4  # so placing takes at most a fifth of the time
+_TIMES_PLACING = 5  # so placing takes at most a fifth of the time
+_LONGEST_WAIT_S = 60.0
 _UNNOTICED_S = 0.05  # no rest after less
 
 
@@ -24,12 +26,10 @@ class PlacingTime:
     Attributes:
         took_s: of a processor; a machine that is busy with something else does not count.
         missed_s: of real time.
-        ended_at: the last one.
     """
 
     took_s: float = 0.0
     missed_s: float = 0.0
-    ended_at: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,8 +59,7 @@ class Cluster:
         placement = place(
             fingerprint, num_shards, self.names, replicas, alive=self.alive, wanted=wanted
         )
-        self.spent.ended_at = self.clock()
-        self.spent.missed_s += self.spent.ended_at - begun
+        self.spent.missed_s += self.clock() - begun
         self.spent.took_s += time.thread_time() - used_s
         return placement
 
@@ -78,6 +77,7 @@ class Clusters:
         self._membership = membership
         self._clock = clock
         self._cluster = Cluster((), frozenset(), clock=clock)
+        self._looked_at = -math.inf
         self._excused_s = 0.0
 
     def look(self) -> Cluster:
@@ -90,10 +90,11 @@ class Clusters:
         names, alive = self._membership.names(), self._membership.alive()
         if names is self._cluster.names and alive is self._cluster.alive:
             return self._cluster
-        rest_s = _REST_TIMES * spent.took_s if spent.took_s > _UNNOTICED_S else 0.0
-        if self._clock() - spent.ended_at >= rest_s:
+        wait_s = _TIMES_PLACING * spent.took_s if spent.took_s > _UNNOTICED_S else 0.0
+        now = self._clock()
+        if now - self._looked_at >= min(wait_s, _LONGEST_WAIT_S):
             self._cluster = Cluster(names, alive, clock=self._clock)
-            self._excused_s = 0.0
+            self._looked_at, self._excused_s = now, 0.0
         return self._cluster
 
     def look_again(self) -> None:

@@ -519,8 +519,8 @@ class Coordinator:
         replace(version, pinned=pinned, created=created).save(self._catalogue)
         version.pinned, version.secrets, version.created = pinned, secrets, created
         self._created = created
-        self._settle()
         self._mark_changed()
+        self._settle()
         self._notify_listeners()
         return self._describe(version, by.viewer)
 
@@ -826,13 +826,16 @@ class Coordinator:
         if outcome is Outcome.DIFFERS:
             logger.warning("shard differs node=%s dataset=%s shard=%d", node_id, key.dataset, index)
         with self._changed:
+            counted = node_id in self._checks.holders(key).get(index, ())
             lies = self._checks.apply_outcome(check, outcome, self._clock())
             if lies and node_id in self._membership.members:
                 self._distrust(
                     node_id, f"{key.dataset!r}: the file of shard {index} has another checksum"
                 )
-            elif check.is_first or outcome is not Outcome.MATCHES:
-                self._mark_changed()
+            elif outcome is not Outcome.MATCHES or counted != (
+                node_id in self._checks.holders(key).get(index, ())
+            ):
+                self._mark_changed(key)
             self._settle()
         self._write_proven()
         self._notify_listeners()
@@ -978,7 +981,8 @@ class Coordinator:
         for key, version in list(self._versions.items()):
             if key not in self._versions:
                 continue  # forgotten in this loop
-            version.ended.note_lost(alive)
+            if version.ended.note_lost(alive):
+                self._mark_changed(key)
             is_loading = not version.was_ready and version.failure is None
             if is_loading and (ends := version.ended.given_up()):
                 version.fail(version.ended_error(ends))

@@ -41,17 +41,19 @@ class EndedNodes:
         process, running = self._loading[node_id]
         self._loading[node_id] = process, running | told
 
-    def note_lost(self, alive: Collection[str]) -> None:
+    def note_lost(self, alive: Collection[str]) -> bool:
         """Counts the nodes that do not answer any more as ended.
 
         Args:
             alive: the same object until the nodes change.
         """
         if alive is self._seen_alive:
-            return
+            return False
         self._seen_alive = alive
-        for node_id in self._loading.keys() - alive:
+        lost = self._loading.keys() - alive
+        for node_id in lost:
             self._note_end(node_id, *self._loading.pop(node_id))
+        return bool(lost)
 
     def _note_end(self, node_id: str, process: str, indices: Indices) -> None:
         for index in indices:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
@@ -333,6 +334,11 @@ def _check_shards(request: pb.HeartbeatRequest) -> None:
     """
     for actual in request.datasets:
         told_names.shard_index(actual.num_shards)
+        times = Counter(shard.index for shard in actual.shards if shard.sealed)
+        if twice := [index for index, count in times.items() if count > 1]:
+            raise InvalidTicketError(
+                f"a report names shard {twice[0]} of {actual.dataset!r} as sealed more than once"
+            )
         for shard in actual.shards:
             told_names.shard_index(shard.index)
             if shard.sealed:

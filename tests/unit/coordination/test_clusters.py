@@ -26,7 +26,6 @@ def test_nodes_that_join_while_placing_is_slow_are_placed_together_and_lose_noth
     settle(one)
     held = one.holds("table")
     clusters.look().spent.took_s = 1.0
-    clusters.look().spent.ended_at = clock.now
 
     two, three = FakeNode(coordinator, "two"), FakeNode(coordinator, "three")
     two.sealed = {key: dict(shards) for key, shards in one.sealed.items()}
@@ -35,11 +34,27 @@ def test_nodes_that_join_while_placing_is_slow_are_placed_together_and_lose_noth
     assert clusters.look().names == ("one",)
     assert one.holds("table") == two.holds("table") == held
     assert three.holds("table") == set()
-    clock.now += 4.0
+    clock.now += 5.0
     settle(one, two, three)
     assert clusters.look().names == ("one", "three", "two")
     assert one.holds("table") | two.holds("table") | three.holds("table") == held
     assert three.holds("table") and state(coordinator) == "ready"
+
+
+def test_a_lost_node_is_seen_though_new_versions_were_placed_all_day(
+    coordinator: Coordinator, clusters: Clusters, source: Path, clock: Clock
+) -> None:
+    one, two = FakeNode(coordinator, "one"), FakeNode(coordinator, "two")
+    settle(one, two)
+    clock.now += 3_600.0
+    settle(one, two)
+    clusters.look().spent.took_s = 20.0
+    for number in range(5):
+        coordinator.create(spec(source, name=f"table-{number}"))
+        for _ in range(12):
+            clock.now += TIMEOUT_S / 2
+            two.beat()
+    assert clusters.look().alive == {"two"} and state(coordinator, "table-4") == "ready"
 
 
 def test_the_time_of_placing_counts_for_no_node_as_silence(
@@ -61,7 +76,6 @@ def test_a_node_that_is_not_trusted_any_more_is_placed_nowhere_at_once(
     for name in ("one", "two"):
         FakeNode(coordinator, name).beat()
     clusters.look().spent.took_s = 100.0
-    clusters.look().spent.ended_at = clock.now
 
     with coordinator._changed:
         coordinator._distrust("one", "it lies")

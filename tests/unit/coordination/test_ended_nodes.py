@@ -10,7 +10,17 @@ from cache_protocol.errors import from_proto
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.coordination.coordinator import Coordinator
 from cache_server.coordination.ended_nodes import WHOLE_QUERY, EndedNodes
-from tests.fake_nodes import SHARDS, TIMEOUT_S, Clock, FakeNode, settle, spec, state, told
+from tests.fake_nodes import (
+    SHARDS,
+    TIMEOUT_S,
+    Clock,
+    FakeNode,
+    homes,
+    settle,
+    spec,
+    state,
+    told,
+)
 
 KILLER = 3
 
@@ -100,3 +110,36 @@ def test_a_load_fails_when_two_nodes_ended_at_the_same_split(
     assert f"cannot load {source}/part-003.parquet: node " in error
     assert "ended meanwhile" in error
     assert all(node.beat() == {} for node in nodes.values())
+
+
+def test_no_third_node_gets_a_split_when_a_reader_looked_before_the_second_was_noticed(
+    coordinator: Coordinator, clock: Clock, source: Path
+) -> None:
+    nodes = {name: FakeNode(coordinator, name) for name in "abcdefgh"}
+    settle(*nodes.values())
+    coordinator.create(spec(source))
+    settle(*nodes.values())
+    (holder,) = homes(coordinator)[KILLER]
+    del nodes[holder]
+    ended = 0
+    for _ in range(5):
+        clock.now += TIMEOUT_S / 2
+        for _ in range(4):
+            for node in nodes.values():
+                node.beat(load=SHARDS - {KILLER})
+        clock.now += TIMEOUT_S / 2 + 1
+        coordinator.get("table")
+        asked = [
+            name
+            for name, node in nodes.items()
+            if any(
+                shard.index == KILLER and shard.splits
+                for desired in node._exchange().datasets
+                for shard in desired.shards
+            )
+        ]
+        for name in asked:
+            ended += 1
+            del nodes[name]
+    assert ended == 2
+    assert "ended meanwhile" in str(from_proto(coordinator.get("table").error))

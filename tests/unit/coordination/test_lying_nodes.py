@@ -297,3 +297,21 @@ def test_the_number_of_members_is_bounded(
     with pytest.raises(ConfigError, match="node three cannot join: a cache has at most 2 members"):
         FakeNode(coordinator, "three").beat()
     FakeNode(coordinator, "one").beat()
+
+
+def test_a_report_that_names_a_shard_twice_is_refused_and_harms_no_other_node(
+    coordinator: Coordinator, source: Path, clock: Clock
+) -> None:
+    one, two = FakeNode(coordinator, "one"), FakeNode(coordinator, "two")
+    settle(one, two)
+    coordinator.create(spec(source))
+    settle(one, two)
+    report = one.report()
+    twice = report.datasets[0].shards[-1]
+    report.datasets[0].shards.add().CopyFrom(twice)
+    with pytest.raises(InvalidTicketError, match=f"shard {twice.index} of 'table' .* more than"):
+        coordinator.heartbeat(report)
+    for _ in range(4):
+        clock.now += TIMEOUT_S / 2
+        two.beat()
+    assert state_of(coordinator) == "ready" and homes(coordinator) == [["two"]] * FILES

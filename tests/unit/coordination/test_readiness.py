@@ -9,11 +9,24 @@ import pytest
 
 from cache_protocol.errors import NotReadyError, require_ready
 from cache_protocol.v1 import cache_pb2 as pb
+from cache_server.auth.principals import ANYONE
 from cache_server.coordination import coordinator as coordinator_module
 from cache_server.coordination import forecast as forecast_module
+from cache_server.coordination.catalogue import Catalogue
 from cache_server.coordination.coordinator import Coordinator
+from cache_server.coordination.holder_checks import HolderChecks, Outcome
 from tests.conftest import write_numbered
-from tests.fake_nodes import FILES, SHARDS, Clock, FakeNode, settle, spec, state
+from tests.fake_nodes import (
+    FILES,
+    LEASE_S,
+    SHARDS,
+    TIMEOUT_S,
+    Clock,
+    FakeNode,
+    settle,
+    spec,
+    state,
+)
 
 
 def test_row_ids_are_fixed_only_when_every_shard_is_sealed(
@@ -157,3 +170,35 @@ def test_a_watch_ends_with_its_caller(coordinator: Coordinator, source: Path) ->
     watching[0] = False
 
     assert list(watch) == []
+
+
+def test_a_shard_that_was_made_anew_while_it_was_read_back_counts_when_that_ends(
+    tmp_path: Path, source: Path, clock: Clock
+) -> None:
+    coordinator = Coordinator(
+        Catalogue(tmp_path / "catalogue"), endpoints=pb.CoordinatorEndpoints(),
+        heartbeat_interval_s=0.01, node_timeout_s=TIMEOUT_S, lease_s=LEASE_S, clock=clock,
+        checks=HolderChecks(5.0),
+    )  # fmt: skip
+    nodes = {name: FakeNode(coordinator, name, by=ANYONE) for name in ("one", "two")}
+    settle(*nodes.values())
+    coordinator.create(spec(source))
+    settle(*nodes.values())
+    for _ in range(2):
+        clock.now += 3.0
+        for node in nodes.values():
+            node.beat()
+    check = coordinator.next_check(0)
+    assert check is not None and not check.is_first
+
+    node = nodes[check.claim.node_id]
+    (key,) = node.sealed
+    made = node.sealed[key].pop(check.claim.shard)
+    node.beat(load=())
+    node.beat()
+    node.sealed[key][check.claim.shard] = made
+    settle(*nodes.values())
+    assert state(coordinator) == "loading"
+    coordinator.apply_check(check, Outcome.MATCHES)
+    settle(*nodes.values())
+    assert state(coordinator) == "ready"

@@ -186,6 +186,36 @@ def test_only_the_latest_drops_are_remembered(
 # -- whole queries ---------------------------------------------------------------------------------
 
 
+def test_the_shards_of_a_whole_query_stay_where_they_are_once_it_has_run(
+    coordinator: Coordinator, source: Path
+) -> None:
+    coordinator.heartbeat(_whole_report())
+    info = coordinator.create(spec(source, sql="SELECT row FROM source ORDER BY row"))
+    # This view knows of no shard: none must follow it when the query has run.
+    assert coordinator.heartbeat(_whole_report()).datasets[0].run_whole
+
+    coordinator.heartbeat(_whole_report(info.fingerprint))
+    for _ in range(2):  # nodes drop what they need not hold once it is served
+        (desired,) = coordinator.heartbeat(_whole_report(info.fingerprint, served=True)).datasets
+        assert [shard.index for shard in desired.shards] == [0, 1]
+    assert state(coordinator) == "ready"
+
+
+def _whole_report(fingerprint: str = "", *, served: bool = False) -> pb.HeartbeatRequest:
+    """A report of a node that has run a whole query, if there is a fingerprint."""
+    request = pb.HeartbeatRequest(node=pb.Node(id="one", flight_location="grpc://one:1"))
+    if fingerprint:
+        actual = request.datasets.add(
+            dataset="table", fingerprint=fingerprint, attempt=0, num_shards=2
+        )
+        for index in range(2):
+            actual.shards.add(
+                index=index, sealed=True, num_rows=20, num_bytes=9, checksum=f"sum-{index}",
+                rows_fixed=served, row_start=index * 20 if served else 0,
+            )  # fmt: skip
+    return request
+
+
 def test_a_whole_query_of_a_second_attempt_is_not_run_again_by_a_node_that_restarted(
     coordinator: Coordinator, source: Path
 ) -> None:
