@@ -48,10 +48,11 @@ _GRPC_OPTIONS = [
     ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
     # gRPC takes this as the time limit for connecting.
     ("grpc.min_reconnect_backoff_ms", int(1000 * _CONNECT_TIMEOUT_S)),
-    # A stopped process acknowledges no ping; a busy one does, in a thread of gRPC. Without data at
-    # most two pings are sent, the most that a server accepts.
+    # A stopped process acknowledges no ping; a busy one does, in a thread of gRPC. A server accepts
+    # two pings without data. gRPC sends one of them to measure the network, so one is left.
     ("grpc.keepalive_time_ms", _PING_AFTER_MS),
     ("grpc.keepalive_timeout_ms", _PING_TIMEOUT_MS),
+    ("grpc.http2.max_pings_without_data", 1),
     ("grpc.http2.ping_timeout_ms", _PING_TIMEOUT_MS),
 ]
 _NOBODY = "grpc://127.0.0.1:1"

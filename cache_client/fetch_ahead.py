@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from itertools import islice
 from typing import TypeVar
 
@@ -37,6 +37,7 @@ def fetch_ahead(
         on_wait: called with each result: how long it was waited for, in nanoseconds, and how many
             results were ready before.
     """
+    process = os.getpid()
     pending: deque[Call[_Result]] = deque()
     source = iter(requests)
     pool = ThreadPoolExecutor(min(depth, threads), thread_name_prefix="cache-fetch")
@@ -49,7 +50,7 @@ def fetch_ahead(
     try:
         yield from _in_turn(pending, start, depth, on_wait)
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+        _shut_down(process, pool)
 
 
 def ask_ahead(
@@ -67,6 +68,7 @@ def ask_ahead(
         ask: returns what waits for the result.
         requests, depth, on_wait: as for `fetch_ahead`.
     """
+    process = os.getpid()
     pending: deque[Call[_Result]] = deque()
     source = iter(requests)
     asking = ThreadPoolExecutor(1, thread_name_prefix="cache-ask")
@@ -74,8 +76,10 @@ def ask_ahead(
 
     def run(asked: Call[Callable[[], _Result]], answered: Call[_Result]) -> None:
         asked.run()
-        with suppress(RuntimeError):  # closed meanwhile
+        try:
             waiting.submit(answered.run)
+        except RuntimeError as error:  # closed meanwhile, or the program ends
+            answered.fail(error)
 
     def start(count: int) -> None:
         for request in islice(source, count):
@@ -86,8 +90,7 @@ def ask_ahead(
     try:
         yield from _in_turn(pending, start, depth, on_wait)
     finally:
-        asking.shutdown(wait=False, cancel_futures=True)
-        waiting.shutdown(wait=False, cancel_futures=True)
+        _shut_down(process, asking, waiting)
 
 
 def _answer(asked: Call[Callable[[], _Result]]) -> _Result:
@@ -108,3 +111,10 @@ def _in_turn(
         on_wait(time.perf_counter_ns() - asked_ns, ready)
         start(1)
         yield result
+
+
+def _shut_down(process: int, *pools: ThreadPoolExecutor) -> None:
+    """Ends the pools of a process. In a child of a fork it does nothing: locks may be held."""
+    if os.getpid() == process:
+        for pool in pools:
+            pool.shutdown(wait=False, cancel_futures=True)

@@ -65,7 +65,8 @@ class Reader:
         columns: to read, of ``shards.logical``; empty for all.
         replica_offset: which replica to prefer; see `Router`.
         rows_per_message: the most rows in one message of a node; 0: each answer is one message.
-        deadline_s: how long a window may wait for nodes that do not answer.
+        deadline_s: about how long a window may wait for nodes that do not answer; the time to send
+            its requests is not counted.
         local: reads shards from files of this machine, without a node; may be shared.
         credentials: of this process.
         health: what earlier readers of the version found; used instead of ``shards``; may be
@@ -183,7 +184,7 @@ class Reader:
             self._update_router()
         begun = time.monotonic()
         parts, answers = self._router.route(row_ids, positions), list[Answer]()
-        if not in_order_of_calls:
+        if not in_order_of_calls and self._router.shards.log is None:
             answers, parts = self._continue_streams(parts)
         attempt = self._attempt(
             self._ordered_streams if in_order_of_calls else self._streams,
@@ -213,8 +214,8 @@ class Reader:
                 with attempt:
                     if last_error:
                         self._counts.add(REFETCHES, 1)
-                        missing = self._reroute(missing, deadline)
                     if attempt.retry_state.attempt_number > 1:
+                        missing = self._reroute(missing, deadline)
                         gather = self._attempt(self._streams)
                         gather.send(missing)
                     gather.receive()

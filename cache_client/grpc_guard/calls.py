@@ -30,9 +30,13 @@ class Call(Generic[_T]):
         try:
             result = function(*args)
         except BaseException as error:  # raised in the waiting thread
-            self._outcome.put(_Raise(error))
+            self.fail(error)
         else:
             self._outcome.put(lambda: result)
+
+    def fail(self, error: BaseException) -> None:
+        """Makes `wait` raise an error; for a call that cannot run."""
+        self._outcome.put(_Raise(error))
 
     @property
     def has_run(self) -> bool:

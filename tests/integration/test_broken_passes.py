@@ -122,6 +122,26 @@ def test_a_node_that_hangs_has_no_other_one_passed_over(
     assert len(failed) == 1 and hanging.id in failed[0]
 
 
+def test_windows_that_were_asked_ahead_of_a_node_that_hangs_do_not_ask_it_again(
+    nodes: LocalCluster, source: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    load(nodes, source, replicas=2)
+    shards = wait_for_plan(nodes.endpoint, "table", ["row"], DEADLINE_S)
+    node = next(node for node in nodes.nodes if node.node_id == shards.nodes[1].id)
+    with Reader(nodes.endpoint, shards, columns=("row",), deadline_s=DEADLINE_S) as reader:
+        reader.request(np.arange(ROWS))()  # one stream to each node
+        hang(node)()
+        try:
+            with caplog.at_level(logging.DEBUG, "cache_client.reader"):
+                ahead = [reader.request(np.arange(ROWS)) for _ in range(3)]
+                counts = [sum(piece.num_rows for piece in answers()) for answers in ahead]
+        finally:
+            go_on(node)()
+
+    assert counts == 3 * [ROWS]
+    assert sum("node failed" in record.msg for record in caplog.records) == 1
+
+
 def test_nodes_that_hang_at_once_are_waited_for_together(source: Path) -> None:
     with LocalCluster(num_nodes=4, insecure=True) as four:
         load(four, source, replicas=4)

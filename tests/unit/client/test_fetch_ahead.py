@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -167,3 +169,36 @@ def test_closing_leaves_what_is_asked_ahead_unanswered() -> None:
     go_on.set()
 
     assert len(begun) <= 2
+
+
+def test_a_request_that_cannot_be_waited_for_at_the_end_of_a_program_is_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Ending(ThreadPoolExecutor):
+        def submit(self, *args: Any, **kwargs: Any) -> Any:
+            if self._thread_name_prefix == "cache-fetch":
+                raise RuntimeError("cannot schedule new futures after shutdown")
+            return super().submit(*args, **kwargs)
+
+    monkeypatch.setattr("cache_client.fetch_ahead.ThreadPoolExecutor", Ending)
+    results = ask_ahead(lambda request: lambda: request, range(3), depth=2)
+    with pytest.raises(RuntimeError, match="after shutdown"):
+        next(results)
+
+
+def test_a_pass_that_a_fork_copied_leaves_the_pools_of_its_parent_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ended: list[object] = []
+    passes = [
+        fetch_ahead(lambda request: request, range(10), depth=2, threads=1),
+        ask_ahead(lambda request: lambda: request, range(10), depth=2),
+    ]
+    for results in passes:
+        next(results)
+    with monkeypatch.context() as patch:
+        patch.setattr(ThreadPoolExecutor, "shutdown", lambda pool, **_: ended.append(pool))
+        patch.setattr("os.getpid", lambda: 0)  # their locks may be held by a thread of the parent
+        for results in passes:
+            results.close()
+    assert ended == []
