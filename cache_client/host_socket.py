@@ -76,24 +76,23 @@ def open_files(
     Returns:
         Index in the map -> file. Each is the one in the shard map, by its checksum.
     """
-    by_node: dict[str, dict[int, int]] = {}  # node -> shard of the version -> index in the map
+    by_node: dict[str, dict[int, tuple[int, ShardFile]]] = {}  # by shard of the version, with index
     for index in wanted:
         for file in shards.files[index]:
-            by_node.setdefault(file.node_id, {})[file.shard] = index
+            by_node.setdefault(file.node_id, {})[file.shard] = index, file
     found: dict[int, MappedShard] = {}
     deadline = time.monotonic() + _DEADLINE_S
     for node in shards.nodes:
-        missing = {
-            shard: index for shard, index in by_node.get(node.id, {}).items() if index not in found
-        }
+        files = by_node.get(node.id, {})
+        missing = {shard: told for shard, told in files.items() if told[0] not in found}
         if not missing:
             continue
         try:
             with open_socket() as connection:
-                connection.settimeout(max(0.01, deadline - time.monotonic()))
+                connection.settimeout(_left_s(deadline))
                 connection.connect(socket_name(node.id))
-                for mapped in _receive(connection, node, shards, credentials, missing):
-                    found[missing[mapped.sealed.index]] = mapped
+                for mapped in _receive(connection, node, shards, credentials, missing, deadline):
+                    found[missing[mapped.sealed.index][0]] = mapped
         except ConnectionRefusedError:
             continue  # it is elsewhere
         except (CacheError, OSError, ValueError, pa.ArrowException) as error:
@@ -106,7 +105,8 @@ def _receive(
     node: NodeRef,
     shards: ShardMap,
     credentials: Credentials,
-    missing: Mapping[int, int],
+    missing: Mapping[int, tuple[int, ShardFile]],
+    deadline: float,
 ) -> Iterator[MappedShard]:
     """The files of a node, each mapped before the next one is taken.
 
@@ -115,12 +115,13 @@ def _receive(
         CacheError, OSError, ValueError, pa.ArrowException: the node does not answer, or a file
             cannot be mapped.
     """
-    told = {file.shard: file for i in missing.values() for file in shards.files[i]}
+    told = {shard: file for shard, (_, file) in missing.items()}
     with CallThreads() as threads:
-        answers = threads.call(_ask, node, credentials, shards, [*missing], connection.gettimeout())
+        answers = threads.call(_ask, node, credentials, shards, [*missing], _left_s(deadline))
     for answer in answers:
         if not all(_is_told(file, told.get(file.shard)) for file in answer.files):
             raise NodeUnavailableError("its files are not those of the shard map")
+        connection.settimeout(_left_s(deadline))
         connection.send(answer.key)
         reply, handles, _, _ = socket.recv_fds(
             connection,
@@ -145,6 +146,13 @@ def _receive(
         finally:
             for handle in handles:
                 os.close(handle)
+
+
+def _left_s(deadline: float) -> float:
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError(f"the nodes of this machine took more than {_DEADLINE_S} s")
+    return left
 
 
 def _ask(

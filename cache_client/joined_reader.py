@@ -69,7 +69,7 @@ class JoinedSource:
         firsts = accumulate((len(source.shards.starts) for source in self._sources), initial=0)
         return {
             first + shard: mapped
-            for first, source in zip(firsts, self._sources)  # noqa: B905
+            for first, source in zip(firsts, self._sources, strict=False)
             if (local := source.local_shards()) is not None
             for shard, mapped in local.handed.items()
         }

@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from cache_client import CacheClient, DatasetSpec
+from cache_client.connections import Connection
 from cache_client.reader import Reader
 from cache_server import LocalCluster
 from cache_server.local import LocalNode
@@ -109,6 +110,20 @@ def fetches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(Reader, "ask", noting)
     return sizes
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The location of each gather stream that is opened."""
+    opened: list[str] = []
+    open_gather = Connection.open_gather
+
+    def spy(self: Connection, *arguments: object, **options: object) -> object:
+        opened.append(self.location)
+        return open_gather(self, *arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Connection, "open_gather", spy)
+    return opened
 
 
 def numbered_table(num_rows: int, start: int = 0) -> pa.Table:

@@ -2,7 +2,7 @@
 
 Such processes are the containers of one pod without a common volume, pods and containers in the
 network of the host, and users who may not read the cache directory. They read the mapped files as
-those who see them do.
+those who see them do. They could also change them, so only admins and nodes of the cache get files.
 
 A caller proves who it is over Flight, by the action ``open_files``. It gets a key for this socket,
 which is good for one answer, and the proof that the socket is that of the node. See
@@ -16,8 +16,6 @@ import os
 import secrets
 import selectors
 import socket
-import stat
-import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -44,7 +42,6 @@ logger = logging.getLogger(__name__)
 _KEY_S = 60.0  # how long a key is good, and a connection may be silent
 _LOOK_EVERY_S = 1.0
 _MAX_KEYS, _MAX_CONNECTIONS = 4096, 256
-_PEER = struct.Struct("3i")  # process, user, group: SO_PEERCRED in unix(7)
 
 
 class _Offer(NamedTuple):
@@ -52,7 +49,13 @@ class _Offer(NamedTuple):
 
     shards: Sequence[MappedShard]
     proof: bytes
-    may_change_rows: bool
+    until: float
+
+
+class _Caller(NamedTuple):
+    """A connection, and how long it may be silent."""
+
+    connection: socket.socket
     until: float
 
 
@@ -97,18 +100,23 @@ class HostSocket(StoppableThread):
             host: of the caller, see `host_identity`.
 
         Raises:
+            PermissionDeniedError: the caller is neither an admin nor a node of the cache.
             RequestError: this node has no socket, or the caller does not reach it.
         """
+        if principal.roles.isdisjoint({Role.ADMIN, Role.NODE}):
+            raise PermissionDeniedError(
+                "this node hands files only to admins and nodes of the cache, because a receiver "
+                f"can change them: {principal.name!r} is neither"
+            )
         if self._listener is None or host != host_identity():
             raise RequestError("this node hands files only to processes of its machine and network")
-        trusted = not principal.roles.isdisjoint({Role.ADMIN, Role.NODE})
         for at in range(0, len(shards), FILES_AT_ONCE):
             part = shards[at : at + FILES_AT_ONCE]
             key, proof = secrets.token_bytes(SECRET_BYTES), secrets.token_bytes(SECRET_BYTES)
             with self._lock:
                 while len(self._offers) >= _MAX_KEYS:
                     del self._offers[next(iter(self._offers))]
-                self._offers[key] = _Offer(part, proof, trusted, self._clock() + _KEY_S)
+                self._offers[key] = _Offer(part, proof, self._clock() + _KEY_S)
             yield pb.OpenFilesAnswer(key=key, proof=proof, files=map(_sealed_file, part))
 
     def _run(self) -> None:
@@ -124,34 +132,35 @@ class HostSocket(StoppableThread):
                 except Exception:  # the next caller may be served
                     logger.exception("host socket failed, continues")
                     self._stop.wait(_LOOK_EVERY_S)
-            for connection, _ in _connections(selector):
-                connection.close()
+            for caller in _callers(selector):
+                caller.connection.close()
 
     def _serve(self, selector: selectors.BaseSelector, listener: socket.socket) -> None:
-        """Waits a while, then answers those who have asked."""
-        for found, _ in selector.select(_LOOK_EVERY_S):
-            if found.fileobj is not listener:
-                connection: socket.socket = found.fileobj  # type: ignore[assignment]
-                selector.unregister(connection)
-                if self._answer(connection):
-                    selector.register(connection, selectors.EVENT_READ, self._clock() + _KEY_S)
-                else:
-                    connection.close()
-            elif not self._stop.is_set():
-                connection, _ = listener.accept()
-                connection.setblocking(False)
-                if len(selector.get_map()) > _MAX_CONNECTIONS:
-                    connection.close()
-                else:
-                    selector.register(connection, selectors.EVENT_READ, self._clock() + _KEY_S)
+        """Forgets what is old, waits a while, and answers those who have asked."""
         now = self._clock()
-        for connection, until in _connections(selector):
-            if until < now:
-                selector.unregister(connection)
-                connection.close()
+        for caller in _callers(selector):
+            if caller.until < now:
+                selector.unregister(caller.connection)
+                caller.connection.close()
         with self._lock:  # an offer keeps a dropped version in memory
             for key in [key for key, offer in self._offers.items() if offer.until < now]:
                 del self._offers[key]
+        for found, _ in selector.select(_LOOK_EVERY_S):
+            if self._stop.is_set():
+                return
+            if found.data is None:
+                connection, _ = listener.accept()
+                connection.setblocking(False)
+                stays = len(selector.get_map()) <= _MAX_CONNECTIONS
+            else:
+                connection = found.data.connection
+                selector.unregister(connection)
+                stays = self._answer(connection)
+            if stays:
+                caller = _Caller(connection, self._clock() + _KEY_S)
+                selector.register(connection, selectors.EVENT_READ, caller)
+            else:
+                connection.close()
 
     def _answer(self, connection: socket.socket) -> bool:
         """Answers one message; returns whether the connection may be used again."""
@@ -161,21 +170,15 @@ class HostSocket(StoppableThread):
                 offer = self._offers.pop(key, None)
             if offer is None or offer.until < self._clock():
                 return False
-            _, user, _ = _PEER.unpack(
-                connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
-            )
             with ExitStack() as opened:
                 try:
                     files = [_open(shard, opened) for shard in offer.shards]
-                    if not offer.may_change_rows:
-                        for file in files:
-                            _refuse_writers(user, os.fstat(file))
-                except (NotReadyError, PermissionDeniedError) as error:
+                except NotReadyError as error:
                     reason = str(error).encode()[:MAX_REASON_BYTES]
                     return connection.send(offer.proof + reason) > 0
                 return socket.send_fds(connection, [offer.proof], files) > 0
-        except OSError as error:  # of a caller that is gone, or of no more descriptors
-            logger.debug("no files handed over: %s", error)
+        except OSError as error:  # the caller is gone, or this process has too many open files
+            logger.warning("no files handed over: %s", error)
             return False
 
     def _close_listener(self) -> None:
@@ -184,13 +187,8 @@ class HostSocket(StoppableThread):
             self._listener = None
 
 
-def _connections(selector: selectors.BaseSelector) -> list[tuple[socket.socket, float]]:
-    """The connections of callers, each with the time until which it may be silent."""
-    return [
-        (found.fileobj, found.data)  # type: ignore[misc]
-        for found in selector.get_map().values()
-        if found.data is not None
-    ]
+def _callers(selector: selectors.BaseSelector) -> list[_Caller]:
+    return [found.data for found in selector.get_map().values() if found.data is not None]
 
 
 def _open(shard: MappedShard, opened: ExitStack) -> int:
@@ -208,19 +206,6 @@ def _open(shard: MappedShard, opened: ExitStack) -> int:
     if (found.st_dev, found.st_ino) != shard.inode or not shard.is_unchanged():
         raise NotReadyError(f"the file of shard {shard.sealed.index} was replaced or changed")
     return file
-
-
-def _refuse_writers(user: int, file: os.stat_result) -> None:
-    """Refuses a user who can open a file again for writing, by ``/proc/self/fd``.
-
-    Raises:
-        PermissionDeniedError: it is root or the owner of the file, or the file is not read-only.
-    """
-    if user in (0, file.st_uid) or file.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise PermissionDeniedError(
-            f"user {user} could change the files of this node: as this user, only an admin or a "
-            "node of the cache gets them"
-        )
 
 
 def _sealed_file(shard: MappedShard) -> pb.SealedFile:

@@ -8,7 +8,10 @@ import os
 import socket
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +24,7 @@ from cache_client.host_socket import local_shards, open_files
 from cache_client.joined_reader import JoinedSource
 from cache_client.plan import wait_for_plan
 from cache_client.ranks import find_credentials
-from cache_client.routing import ShardMap
+from cache_client.routing import ShardFile, ShardMap
 from cache_client.source import Source
 from cache_protocol.errors import NodeUnavailableError
 from cache_protocol.storage.shard_files import NODE_ID_FILE
@@ -56,20 +59,6 @@ def start(source: Path, cache_dir: Path) -> LocalCluster:
 def hidden(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     with start(source, tmp_path_factory.mktemp("cache")) as nodes:
         yield nodes
-
-
-@pytest.fixture
-def streams(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The location of each gather stream that is opened."""
-    opened: list[str] = []
-    open_gather = Connection.open_gather
-
-    def spy(self: Connection, *arguments: object, **options: object) -> object:
-        opened.append(self.location)
-        return open_gather(self, *arguments, **options)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(Connection, "open_gather", spy)
-    return opened
 
 
 def dataset(nodes: LocalCluster, **arguments: object) -> CacheIterableDataset:
@@ -190,6 +179,42 @@ def test_a_process_with_other_mounts_reads_the_same_rows(hidden: LocalCluster) -
     if code == 77:
         pytest.skip("this process may not make a namespace of mounts")
     assert code == 0
+
+
+def test_files_of_a_node_are_told_by_its_lines_of_the_shard_map(hidden: LocalCluster) -> None:
+    """Not by the lines of another node with the same shard."""
+    shards, credentials = plan(hidden)
+    replica = ShardFile("replica", 0, 1, "0" * 32, "/nowhere")
+    files = [(*of_shard, replace(replica, shard=of_shard[0].shard)) for of_shard in shards.files]
+    found = open_files(replace(shards, files=files), credentials, range(FILES))
+    assert {str(mapped.path) for mapped in found.values()} == {
+        of_shard[0].path for of_shard in shards.files
+    }
+
+
+def test_all_messages_of_all_nodes_have_one_deadline(
+    hidden: LocalCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shards, credentials = plan(hidden)
+    told, receive = Connection.open_files, socket.recv_fds
+    now = 0.0
+
+    def ask_for_each(self: Connection, request: pb.OpenFilesRequest, timeout_s: float) -> object:
+        answers = []
+        for shard in [*request.shards]:
+            request.shards[:] = [shard]
+            answers += told(self, request, timeout_s)
+        return answers
+
+    def receive_slowly(*arguments: Any) -> object:
+        nonlocal now
+        now += client_socket._DEADLINE_S * 0.4
+        return receive(*arguments)
+
+    monkeypatch.setattr(Connection, "open_files", ask_for_each)
+    monkeypatch.setattr(client_socket, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(socket, "recv_fds", receive_slowly)
+    assert len(open_files(shards, credentials, range(FILES))) == 3
 
 
 @pytest.mark.parametrize("wrong", ["proof", "file", "silence"])

@@ -39,20 +39,6 @@ def nodes(source: Path, tmp_path: Path) -> Iterator[LocalCluster]:
         yield running
 
 
-@pytest.fixture
-def streams(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The location of each gather stream that is opened."""
-    opened: list[str] = []
-    open_gather = Connection.open_gather
-
-    def spy(self: Connection, *arguments: object, **options: object) -> object:
-        opened.append(self.location)
-        return open_gather(self, *arguments, **options)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(Connection, "open_gather", spy)
-    return opened
-
-
 def dataset(nodes: LocalCluster, **arguments: object) -> CacheIterableDataset:
     defaults = {"batch_size": 64, "shuffle": True, "seed": 3, "deadline_s": 5.0}
     return CacheIterableDataset("table", endpoint=nodes.endpoint, **{**defaults, **arguments})  # type: ignore[arg-type]
