@@ -234,13 +234,14 @@ def unshared_bytes(pid: int) -> int:
 
 
 def stored_bytes(directory: Path) -> int:
-    """Of all files below, as they take room."""
-    total = 0
+    """Of all files below, as they take room; files that versions share count once."""
+    found: dict[int, int] = {}
     for folder, _, names in os.walk(directory):
         for name in names:
             with suppress(FileNotFoundError):  # it has just got its last name
-                total += os.stat(os.path.join(folder, name)).st_blocks * 512
-    return total
+                status = os.stat(os.path.join(folder, name))
+                found[status.st_ino] = status.st_blocks * 512
+    return sum(found.values())
 
 
 # -- the other libraries ---------------------------------------------------------------------------

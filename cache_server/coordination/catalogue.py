@@ -150,7 +150,7 @@ class Catalogue:
                 checksum=summary.checksum,
                 nulls=summary.nulls,
             )
-        replace_file(self._path(pinned.key), json_format.MessageToJson(entry))
+        replace_file(self._path(pinned.key), json_format.MessageToJson(entry, indent=None))
 
     def write_log(self, key: VersionKey, log: CatalogueLog) -> None:
         """Writes the log of one version.

@@ -96,14 +96,14 @@ def first_fault(tails: Sequence[bytes]) -> tuple[int, str] | None:
         if tail[-4:] == b"PARE":
             return index, f"it is {_ENCRYPTED}"
     # Only the footers themselves: a signature after the footer is a sign of encryption.
-    if (fault := _CHECKER.first_fault(list(map(end_of, tails)))) is None:
+    if (fault := _CHECKER.first_fault(list(map(_end_of, tails)))) is None:
         return None
     if names := encrypted_columns(tails[fault[0]]):
         return fault[0], f"column {', '.join(map(repr, names))} is {_ENCRYPTED}"
     return fault
 
 
-def end_of(tail: bytes) -> bytes:
+def _end_of(tail: bytes) -> bytes:
     """The footer alone, with its length."""
     return tail[-_footer_bytes(tail) - _MAGIC_BYTES :]
 
