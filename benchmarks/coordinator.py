@@ -5,11 +5,12 @@
 A real cache server coordinates. One other process stands for all other nodes, over real gRPC: each
 sends the heartbeats of a node, has each shard at once that the coordinator names, and asks for the
 shard map when its readers begin and renew their leases. Readers report as those of one job do,
-together 50 reports a second. Each row group of small Parquet files is a shard; no replica.
+together 50 reports a second. Each byte range of small Parquet files is a shard; no replica.
 
 Measured are the processor time of the coordinator while the dataset loads, while all readers begin
-within half a minute, and while nothing changes; the size of the shard map; and the time after which
-the shards of ten nodes that stop are given to others.
+within half a minute, and while nothing changes; the size of the shard map; and after which time the
+first and the last shards of ten nodes that stop are given to others, which hear of them in the
+answers to their next heartbeats.
 """
 
 from __future__ import annotations
@@ -238,13 +239,20 @@ class World:
             await asyncio.sleep(tick_s)
         await asyncio.gather(*renewing)
 
-    async def lose(self, numbers: set[int], until: Callable[[], bool]) -> float:
-        """Nodes stop; returns the seconds until their shards are given to others."""
+    async def lose(self, numbers: set[int]) -> tuple[float, float]:
+        """Nodes stop; returns the seconds until others have the first and all of their shards."""
+        orphaned = {index for number in numbers for index in self.nodes[number].shards}
+        living = [node for number, node in enumerate(self.nodes) if number not in numbers]
         self.lost |= numbers
-        stopped_at = time.monotonic()
-        while not until():
-            await asyncio.sleep(0.25)
-        return time.monotonic() - stopped_at
+        stopped_at, first_s = time.monotonic(), 0.0
+        while True:
+            await asyncio.sleep(0.1)
+            left = len(orphaned - frozenset().union(*(node.told for node in living)))
+            if left < len(orphaned) and not first_s:
+                first_s = time.monotonic() - stopped_at
+            # The rest is given to the coordinator's own node.
+            if left <= 2 * len(orphaned) / len(living):
+                return first_s, time.monotonic() - stopped_at
 
 
 async def _ask(call: Callable[..., Any], *arguments: str) -> Any:
@@ -302,7 +310,7 @@ def _report(dataset: str, fingerprint: str, rank: int, ranks: int) -> pb.ReaderR
 
 def write_table(folder: Path, num_shards: int) -> None:
     """Files whose row groups become one shard each."""
-    groups, rows = num_shards // FILES, 8
+    groups, rows = 2 * num_shards // FILES, 8  # a byte range may hold none
     table = pa.table({"x": np.arange(groups * rows), "y": np.zeros(groups * rows)})
     for number in range(FILES):
         pq.write_table(table, folder / f"{number:04}.parquet", row_group_size=rows)
@@ -364,17 +372,9 @@ async def measure(
             result["map_bytes"] = world.map_bytes
             await world.read(num_readers, 600.0, steady_s)
             result["steady"] = clock.look()
-            lost = set(range(min(LOST, num_nodes // 2)))
-            orphaned = {index for number in lost for index in world.nodes[number].shards}
-
-            living = [node for number, node in enumerate(world.nodes) if number not in lost]
-
-            def taken_over() -> bool:
-                told = frozenset().union(*(node.told for node in living))
-                # The rest is given to the coordinator's own node.
-                return len(orphaned - told) <= 2 * len(orphaned) / len(living)
-
-            result["lost_s"] = await world.lose(lost, taken_over) - NODE_TIMEOUT_S
+            first_s, last_s = await world.lose(set(range(min(LOST, num_nodes // 2))))
+            result["first_given_s"] = first_s - NODE_TIMEOUT_S
+            result["lost_s"] = last_s - NODE_TIMEOUT_S
             result["lost"] = clock.look()
             result["memory_bytes"] = clock.memory_bytes
             result["unanswered_heartbeats"] = world.unanswered

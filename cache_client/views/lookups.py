@@ -94,6 +94,16 @@ class Vocabulary:
             )
         return places_in(array, self.values) + np.int32(1)
 
+    def extended(self, values: Iterable[Any] | pa.Array) -> Vocabulary:
+        """This vocabulary, with further codes for values that it lacks, in their order.
+
+        Raises:
+            ConfigError: as `encode`.
+        """
+        array = values if isinstance(values, pa.Array) else pa.array(list(values))
+        new = array.filter(pa.array(self.encode(array) == 0)).drop_null().unique()
+        return Vocabulary([*self.values.to_pylist(), *new.to_pylist()])
+
     def decode(self, codes: npt.ArrayLike) -> list[Any]:
         """The value of each code; None for 0.
 

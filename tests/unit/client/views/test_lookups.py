@@ -89,6 +89,11 @@ def test_codes_stay_the_same_when_the_table_grows():
     saved = Vocabulary(sorted_vocabulary(CITIES).values.to_pylist())
     grown = ["Aarhus", "Oslo", "Rome"]
     assert saved.encode(grown).tolist() == [0, 2, 3]
+    extended = saved.extended(pa.array([*grown, None, "Turin", "Aarhus"]))
+    assert extended.encode([*grown, "Turin"]).tolist() == [4, 2, 3, 5]
+    assert len(extended) == 6
+    assert extended.extended(pa.nulls(2)) == extended
+    assert Vocabulary(pa.array([7], pa.int8())).extended([2**40]).encode([2**40]).tolist() == [2]
 
 
 def test_vocabularies_are_told_apart_by_their_values():
