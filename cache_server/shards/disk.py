@@ -60,10 +60,5 @@ def remove(path: Path) -> None:
 def remove_empty(directory: Path) -> None:
     """Removes the directories of a version and of its dataset, if they are empty."""
     for path in (directory, directory.parent):
-        if path.is_dir() and _is_empty(path):
+        with contextlib.suppress(OSError):  # it is not empty, or another thread removed it
             path.rmdir()
-
-
-def _is_empty(directory: Path) -> bool:
-    with os.scandir(directory) as entries:  # reads no more than its first entries
-        return not any(entries)

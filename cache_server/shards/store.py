@@ -265,26 +265,14 @@ class ShardStore:
         moved = self.shards(source).get(place)
         if moved is None:
             raise LoadError(f"shard {place} of {source.fingerprint} is not on this node")
-        directory, sealed = self._directory(key), replace(moved.sealed, index=index)
-        temporary, final = directory / _temporary_name(index), directory / shard_file_name(index)
-        try:
-            self._create(temporary)
-            temporary.unlink()
-            os.link(moved.path, temporary)
-            os.replace(temporary, final)
-            fsync(directory)
-            shard = moved.renamed(sealed, final)
-            with self._manifests:
-                manifest.add(directory / MANIFEST, sealed)
-                self._add(key, shard)
-                self._drop(source, [place])
-        except OSError as error:
-            remove_file(final)
-            raise _cannot_write(key, index, sealed.num_bytes, directory, error) from None
-        finally:
-            remove_file(temporary)
-            self._remove_empty(directory)
-        self._remove_empty(self._directory(source))
+        temporary = self._directory(key) / _temporary_name(index)
+
+        def link() -> SealedShard:
+            self._link(moved.path, temporary)
+            return replace(moved.sealed, index=index)
+
+        shard = self._keep(key, index, temporary, 0, link, moved.renamed)
+        self.drop(source, place)
         return shard
 
     def share(
@@ -305,9 +293,8 @@ class ShardStore:
             raise NodeUnavailableError(f"shard {index} of {other} is not on this node")
 
         def link() -> SealedShard:
-            temporary.unlink()
             try:
-                os.link(shard.path, temporary)
+                self._link(shard.path, temporary)
             except OSError as error:
                 raise NodeUnavailableError(
                     f"the file of shard {index} of {other} cannot be shared: {error.strerror}"
@@ -453,6 +440,12 @@ class ShardStore:
         with self._lock:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.touch()
+
+    def _link(self, path: Path, name: Path) -> None:
+        """Replaces the empty file ``name`` by another name of a file."""
+        with self._lock:  # the directory is empty meanwhile
+            name.unlink()
+            os.link(path, name)
 
     def _remove_empty(self, directory: Path) -> None:
         """Removes the directories of a version and of its dataset, if they are empty."""

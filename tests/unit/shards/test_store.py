@@ -929,6 +929,26 @@ def test_a_file_that_is_not_the_wanted_one_is_not_shared(
     assert not shard_path(cache_dir, 0, OTHER).parent.exists()
 
 
+def test_a_directory_without_shards_stays_while_a_file_gets_a_name_in_it(
+    store: ShardStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sealed = [store.seal(KEY, index, stored(range(10))).sealed for index in range(2)]
+    link = os.link
+
+    def link_while_dropping(path: Path, name: Path) -> None:
+        key = VersionKey("table", name.parent.name)
+        dropping = threading.Thread(target=store.drop, args=(key, 7))
+        dropping.start()
+        dropping.join(0.2)  # it must wait for the link
+        link(path, name)
+
+    monkeypatch.setattr(os, "link", link_while_dropping)
+    store.move(KEY, 0, OTHER, 0)
+    store.share(VersionKey("table", "f3"), sealed[1], KEY, 1)
+
+    assert (indices(store), indices(store, OTHER)) == ([1], [0])
+
+
 def test_a_damaged_file_is_dropped_from_every_version_that_shares_it(store: ShardStore) -> None:
     first = store.seal(KEY, 0, stored(range(10)))
     store.seal(OTHER, 1, stored(range(20)))
