@@ -45,7 +45,7 @@ from cache_client.reader import Reader
 from cache_client.routing import ShardMap
 from cache_client.rows import join
 from cache_client.table_reads import read_table
-from cache_client.write_through import write_through
+from cache_client.write_through import Newest, write_through
 from cache_protocol.cli.load_bar import progress_bar
 from cache_protocol.errors import (
     ConfigError,
@@ -300,8 +300,10 @@ class CacheClient:
             NodeUnavailableError: no node took the rows.
         """
         problems = function_problems("on_progress", on_progress)
-        problems += flag_problems("progress", progress)
+        problems += flag_problems("progress", progress) + flag_problems("append", append)
         problems += [] if timeout_s is None else seconds_problems("timeout_s", timeout_s)
+        if not isinstance(through, str | os.PathLike | None):
+            problems.append(f"through must be a folder or s3://BUCKET/PREFIX, got {through!r}")
         if through is None and storage_options is not None:
             problems.append("storage_options are those of through: give both")
         source = checked(problems, lambda: arrow_source(data))
@@ -321,7 +323,8 @@ class CacheClient:
             load = partial(
                 self.load, progress=progress, on_progress=on_progress, timeout_s=timeout_s
             )
-            return write_through(spec, source, self._spec(name) if append else None, load)
+            newest = partial(self._newest, name) if append else None
+            return write_through(spec, source, newest, load)
         write = self.begin_write(
             name,
             source.schema,
@@ -556,12 +559,14 @@ class CacheClient:
             response: pb.GetDatasetResponse = calls.call(calls.stub.GetDataset, request, deadline)
         return response.dataset
 
-    def _spec(self, name: str) -> DatasetSpec | None:
-        """The spec of the newest version; None: there is no such dataset."""
+    def _newest(self, name: str) -> Newest | None:
+        """The newest version that has not failed, else the failed one; None: no such dataset."""
         try:
-            return DatasetSpec.from_proto(self._described(name).spec)
+            info = self._described(name)
         except DatasetNotFoundError:
             return None
+        spec = DatasetSpec.from_proto(info.spec)
+        return Newest(spec, info.state == pb.DATASET_STATE_FAILED)
 
     def drop(self, name: str) -> None:
         """Drops a dataset; its nodes remove it at their next heartbeat.

@@ -13,18 +13,18 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import pyarrow as pa
 from tenacity import Retrying, retry_if_exception_type, stop_after_attempt
 
-from cache_client.arrow_sources import ArrowSource, plain_batch, slices
+from cache_client.arrow_sources import ArrowSource, slices
 from cache_protocol.errors import (
     ConfigError,
     LoadError,
-    PermissionDeniedError,
     RequestError,
     StaleVersionError,
+    UnauthenticatedError,
 )
 from cache_protocol.spec.dataset_spec import DatasetSpec
 from cache_protocol.spec.secret_settings import URI
@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _FOLDER = re.compile(r"[0-9]{8}T[0-9]{6}-[0-9a-f]{8}")  # of one write
+_NUMBER = re.compile(r"([0-9]{20})-[0-9a-f]{8}\.parquet")  # of a file: loads read in this order
 _S3_ARGUMENTS = {  # options of a spec, without their prefix -> arguments of pyarrow
     "access_key_id": "access_key",
     "secret_access_key": "secret_key",
@@ -46,48 +47,83 @@ _S3_ARGUMENTS = {  # options of a spec, without their prefix -> arguments of pya
     "role_arn": "role_arn",
     "role_session_name": "session_name",
     "external_id": "external_id",
+    "skip_signature": "anonymous",
+    "anonymous": "anonymous",
+    "virtual_hosted_style_request": "force_virtual_addressing",
+    "force_virtual_addressing": "force_virtual_addressing",
 }
+_FLAGS = ("anonymous", "force_virtual_addressing")
+_OF_READERS = ("allow_http", "connect_timeout", "timeout", "max_retries", "retry_timeout_s")
 _MOST_LOADS = 20  # while appends that began later are faster
-_REFUSALS = (ConfigError, RequestError, LoadError, PermissionDeniedError)
+_REFUSALS = (ConfigError, RequestError, LoadError)
+
+
+class Newest(NamedTuple):
+    """The newest version of a dataset: its spec, and whether it has failed."""
+
+    spec: DatasetSpec
+    has_failed: bool
 
 
 def write_through(
     spec: DatasetSpec,
     source: ArrowSource,
-    before: DatasetSpec | None,
+    newest: Callable[[], Newest | None] | None,
     load: Callable[[DatasetSpec], T],
 ) -> T:
     """Writes the rows as a file, and loads the dataset from its folder.
 
-    If the load is refused, the file is removed. If its outcome is unknown, the file stays.
+    If the load is refused, the file is removed. If its outcome is unknown, the file stays, and a
+    warning names it.
 
     Args:
         spec: of the dataset; its source is where folders are made.
-        before: of the version to append to; None: make a folder.
+        newest: looks up the version to append to; without one, or for None: make a folder.
         load: loads a spec.
 
     Raises:
-        ConfigError: the place is not one for files. RequestError: ``before`` is elsewhere.
+        ConfigError: the place is not one for files. RequestError: the version to append to is
+            elsewhere, has other columns, or was replaced meanwhile.
         LoadError: the file cannot be written. Or as ``load``.
     """
     (root,) = spec.source
     files, path = _file_system(root, spec)
+    before = newest() if newest else None
     if before is None:
         folder = f"{spec.name}/{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{_random()}"
         spec = _with_source(spec, f"{root.rstrip('/')}/{folder}")
     else:
-        spec = _appended(spec, before)
+        spec = _appended(spec, before.spec)
         folder = spec.source[0].removeprefix(root.rstrip("/")).strip("/")
-        source = _with_columns_of(files, f"{path.rstrip('/')}/{folder}", source, spec.name)
-    file = f"{path.rstrip('/')}/{folder}/{time.time_ns():020d}-{_random()}.parquet"
-    _write_file(files, file, source, spec.target_shard_bytes, is_hidden=before is not None)
+    folder = f"{path.rstrip('/')}/{folder}"
+    if before is not None:
+        source = _with_columns_of(files, folder, source, spec.name, is_new=before.has_failed)
+    file = _write_file(files, folder, source, spec.target_shard_bytes, is_hidden=before is not None)
+    is_asked = False
+
+    def look_and_load() -> T:
+        nonlocal is_asked
+        if newest is not None:
+            now = newest()
+            if now != before and (now is None or now.spec.source != spec.source):
+                raise RequestError(
+                    f"cannot append to {spec.name!r}: another write made, replaced or dropped it "
+                    "meanwhile. Append again"
+                )
+        is_asked = True
+        return load(spec)
+
     overtaken = retry_if_exception_type(StaleVersionError)  # by a version with this file, too
     try:
         return Retrying(retry=overtaken, stop=stop_after_attempt(_MOST_LOADS), reraise=True)(
-            load, spec
+            look_and_load
         )
-    except _REFUSALS:
-        _remove(files, file)
+    except BaseException as error:
+        is_refused = isinstance(error, _REFUSALS) and not isinstance(error, UnauthenticatedError)
+        if is_refused or not is_asked:
+            _remove(files, file)
+        else:
+            logger.warning("file stays, because its load may continue path=%s", file)
         raise
 
 
@@ -100,6 +136,11 @@ def _appended(spec: DatasetSpec, before: DatasetSpec) -> DatasetSpec:
             f"cannot append to {name!r} through {root!r}: its rows come from "
             f"{', '.join(before.source)}, and no write through {root!r} made that"
         )
+    if spec.nulls == "refuse" != before.nulls:
+        raise RequestError(
+            f"cannot append to {name!r} with nulls='refuse': its nulls of floats become NaN. "
+            "Append without nulls, or write all rows again without append"
+        )
     content = before.to_proto()
     content.name = name
     content.replicas = max(before.replicas, spec.replicas)
@@ -107,26 +148,50 @@ def _appended(spec: DatasetSpec, before: DatasetSpec) -> DatasetSpec:
     return DatasetSpec.from_proto(content, spec.secrets_to_proto())
 
 
-def _with_columns_of(files: Any, folder: str, source: ArrowSource, name: str) -> ArrowSource:
+def _with_columns_of(
+    files: Any, folder: str, source: ArrowSource, name: str, *, is_new: bool
+) -> ArrowSource:
     """The rows with the columns in the order of the files that are there.
 
+    Args:
+        is_new: the folder may have no file yet.
+
     Raises:
-        RequestError: they have other columns. LoadError: the files cannot be read.
+        RequestError: they have other columns. LoadError: the files cannot be read, or are gone.
     """
-    from pyarrow import fs, parquet
+    from pyarrow import parquet
 
     with _failing_as_load(folder, "read"):
-        there = [file.path for file in files.get_file_info(fs.FileSelector(folder))]
-        shown = sorted(path for path in there if not path.rpartition("/")[2].startswith("."))
+        shown = _shown(files, folder)
+        if not shown and is_new:
+            return source
+        if not shown:
+            raise LoadError(
+                f"cannot append to {name!r}, because its files in {folder} are gone: write all "
+                "rows again without append"
+            )
         known = parquet.read_schema(shown[0], filesystem=files).remove_metadata()
-    if sorted(map(str, known)) != sorted(map(str, source.schema)):
+    written = pa.BufferOutputStream()
+    parquet.write_table(source.schema.empty_table(), written)
+    arriving = parquet.read_schema(pa.BufferReader(written.getvalue())).remove_metadata()
+    if sorted(map(str, known)) != sorted(map(str, arriving)):
         raise RequestError(
             f"cannot append to {name!r}, which has other columns: {known.to_string()!r}, and the "
-            f"rows have {source.schema.to_string()!r}. Cast the rows, or write all rows again "
+            f"rows have {arriving.to_string()!r}. Cast the rows, or write all rows again "
             "without append"
         )
-    batches = (plain_batch(batch, known) for batch in source.batches)
-    return replace(source, schema=known, batches=batches)
+    schema = pa.schema([source.schema.field(column) for column in known.names])
+    batches = (batch.select(known.names) for batch in source.batches)
+    return replace(source, schema=schema, batches=batches)
+
+
+def _shown(files: Any, folder: str) -> list[str]:
+    """The paths of the files that loads read, in their order."""
+    from pyarrow import fs
+
+    found = files.get_file_info(fs.FileSelector(folder, allow_not_found=True))
+    paths = (file.path for file in found)
+    return sorted(path for path in paths if not path.rpartition("/")[2].startswith("."))
 
 
 def _with_source(spec: DatasetSpec, folder: str) -> DatasetSpec:
@@ -163,9 +228,13 @@ def _file_system(root: str, spec: DatasetSpec) -> tuple[Any, str]:
 def _s3_arguments(options: Mapping[str, str]) -> dict[str, Any]:
     arguments: dict[str, Any] = {}
     for name, value in options.items():
-        plain = name.removeprefix("aws_").removeprefix("s3.")
-        if plain in _S3_ARGUMENTS:
-            arguments[_S3_ARGUMENTS[plain]] = value
+        plain = name.replace("-", "_").removeprefix("aws_").removeprefix("s3.")
+        argument = _S3_ARGUMENTS.get(plain)
+        if argument is None and plain not in _OF_READERS:
+            known = ", ".join(sorted({*_S3_ARGUMENTS, *_OF_READERS}))
+            raise ValueError(f"through cannot use {name!r}; it knows {known}")
+        if argument is not None:
+            arguments[argument] = value.lower() == "true" if argument in _FLAGS else value
     if "endpoint_override" in arguments:
         scheme, _, address = arguments["endpoint_override"].rpartition("://")
         arguments |= {"endpoint_override": address, "scheme": scheme or "https"}
@@ -173,9 +242,9 @@ def _s3_arguments(options: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _write_file(
-    files: Any, path: str, source: ArrowSource, row_group_bytes: int, *, is_hidden: bool
-) -> None:
-    """Writes a Parquet file.
+    files: Any, folder: str, source: ArrowSource, row_group_bytes: int, *, is_hidden: bool
+) -> str:
+    """Writes a Parquet file, the last one of its folder; returns its path.
 
     Args:
         is_hidden: until it is complete, by a name that loads skip. A store copies the file for its
@@ -183,8 +252,8 @@ def _write_file(
     """
     from pyarrow import parquet
 
-    folder, _, name = path.rpartition("/")
-    written = f"{folder}/.{name}" if is_hidden else path
+    hidden = f"{folder}/.{_random()}.parquet"
+    written = path = hidden if is_hidden else _next_path(files, folder)
     groups = slices(source.batches, lambda batch: int(batch.nbytes), row_group_bytes)
     try:
         with _failing_as_load(path):
@@ -199,19 +268,28 @@ def _write_file(
         finally:
             with _failing_as_load(path):
                 writer.close()
-        with _failing_as_load(path):
-            if is_hidden:
+        if is_hidden:
+            with _failing_as_load(folder):
+                path = _next_path(files, folder)
                 files.move(written, path)
     except BaseException:
-        _remove(files, written)
+        for name in {written, path}:  # a store copies first, and may then refuse the removal
+            _remove(files, name)
         raise
+    return path
+
+
+def _next_path(files: Any, folder: str) -> str:
+    """A path after those of all files in a folder, also if the clock of this machine is late."""
+    numbers = [int(number) for number in _NUMBER.findall(" ".join(_shown(files, folder)))]
+    return f"{folder}/{max([time.time_ns(), *(n + 1 for n in numbers)]):020d}-{_random()}.parquet"
 
 
 @contextmanager
 def _failing_as_load(path: str, what: str = "write") -> Iterator[None]:
     try:
         yield
-    except (OSError, IndexError, pa.ArrowException) as error:
+    except (OSError, pa.ArrowException) as error:
         raise LoadError(f"cannot {what} {path}: {str(error).partition(chr(10))[0]}") from None
 
 

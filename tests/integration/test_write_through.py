@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import datetime
+import logging
+import shutil
 import threading
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -11,8 +15,17 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from pyarrow import fs
 
-from cache_client import CacheClient, CacheError, ConfigError, LoadError, RequestError
+from cache_client import (
+    CacheClient,
+    CacheError,
+    ConfigError,
+    LoadError,
+    NodeUnavailableError,
+    RequestError,
+    UnauthenticatedError,
+)
 from cache_server import LocalCluster
 from cache_server.coordination import coordinator as coordinating
 from tests.conftest import numbered_table
@@ -46,6 +59,16 @@ def rows_of(client: CacheClient, name: str) -> list[int]:
     return rows
 
 
+def reading(rows: pa.Table, then: Callable[[], object]) -> pa.RecordBatchReader:
+    """The rows as a stream that calls ``then`` when they are read."""
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        yield from rows.to_batches()
+        then()
+
+    return pa.RecordBatchReader.from_batches(rows.schema, batches())
+
+
 def test_rows_are_loaded_from_files_and_appends_read_only_their_own(
     client: CacheClient, dataset_name: str, place: Place
 ) -> None:
@@ -76,6 +99,48 @@ def test_rows_are_loaded_from_files_and_appends_read_only_their_own(
     assert client.describe(dataset_name).fingerprint == plain.fingerprint
 
 
+def test_columns_that_parquet_stores_as_others_are_appended(
+    client: CacheClient, dataset_name: str, tmp_path: Path
+) -> None:
+    times = [datetime.datetime(2026, 1, 1), datetime.datetime(2026, 1, 2)]
+    rows = pa.table(
+        {
+            "second": pa.array(times, pa.timestamp("s")),
+            "date": pa.array(times, pa.date64()),
+            "time": pa.array([1, 2], pa.time32("s")),
+            "list": pa.array([[1.0], [2.0, 3.0]], pa.list_(pa.float32())),
+            "vector": pa.array([[1.0], [2.0]], pa.list_(pa.float32(), 1)),
+            "view": pa.array(["a", "b"], pa.string_view()),
+        }
+    )
+    client.write(dataset_name, rows, through=tmp_path)
+    first = client.read(dataset_name).read_all()
+
+    client.write(dataset_name, rows.select(rows.column_names[::-1]), through=tmp_path, append=True)
+    assert client.read(dataset_name).read_all().equals(pa.concat_tables([first, first]))
+    wider = rows.set_column(3, "list", rows["list"].cast(pa.list_(pa.float64())))
+    with pytest.raises(RequestError, match="other columns"):
+        client.write(dataset_name, wider, through=tmp_path, append=True)
+
+
+def test_a_refused_first_append_blocks_no_later_one(
+    client: CacheClient, dataset_name: str, place: Place
+) -> None:
+    through, options = place
+
+    def append(*values: float | None) -> None:
+        client.write(
+            dataset_name, pa.table({"row": [*values]}), through=through, storage_options=options,
+            append=True, nulls="refuse",
+        )  # fmt: skip
+
+    with pytest.raises(LoadError, match="null"):
+        append(1.0, None)
+    append(2.0)
+    append(3.0)
+    assert rows_of(client, dataset_name) == [2.0, 3.0]
+
+
 def test_a_lost_node_costs_no_rows_that_were_written_through_a_folder(tmp_path: Path) -> None:
     with LocalCluster(num_nodes=2, node_timeout_s=1.0) as cluster:
         client = CacheClient(cluster.endpoint)
@@ -88,8 +153,16 @@ def test_a_lost_node_costs_no_rows_that_were_written_through_a_folder(tmp_path: 
         assert rows_of(client, "rows") == list(range(ROWS))
 
 
+class RefusesRemovals(fs.LocalFileSystem):  # type: ignore[misc]  # no stubs
+    """Moves as a store does: it copies, then removes."""
+
+    def move(self, src: str, dest: str) -> None:
+        self.copy_file(src, dest)
+        raise OSError("ACCESS_DENIED")
+
+
 def test_a_write_that_fails_leaves_no_file_and_the_version_before(
-    client: CacheClient, dataset_name: str, tmp_path: Path
+    client: CacheClient, dataset_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def write(data: object, **arguments: Any) -> Any:
         return client.write(dataset_name, data, through=tmp_path, **arguments)
@@ -110,6 +183,14 @@ def test_a_write_that_fails_leaves_no_file_and_the_version_before(
         client.write(dataset_name, numbered_table(1), through="gs://bucket")
     with pytest.raises(ConfigError, match="give both"):
         client.write(dataset_name, numbered_table(1), storage_options={})
+    with pytest.raises(ConfigError, match=r"append must be .* got 'no'; through must be a folder"):
+        client.write(dataset_name, numbered_table(1), through=[tmp_path], append="no")  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="nulls='refuse'"):
+        write(numbered_table(1), append=True, nulls="refuse")
+    with monkeypatch.context() as patched:
+        patched.setattr(fs, "LocalFileSystem", RefusesRemovals)
+        with pytest.raises(LoadError, match=r"cannot write .*: ACCESS_DENIED"):
+            write(numbered_table(1), append=True)
     (tmp_path / "file").touch()
     with pytest.raises(LoadError, match="cannot write"):
         client.write(dataset_name, numbered_table(1), through=tmp_path / "file")
@@ -117,6 +198,52 @@ def test_a_write_that_fails_leaves_no_file_and_the_version_before(
     assert [*tmp_path.rglob("*.parquet")] == [file]
     assert pq.read_table(file)["row"].to_pylist() == rows_of(client, dataset_name)
     assert client.describe(dataset_name).fingerprint == info.fingerprint
+    shutil.rmtree(file.parent)
+    with pytest.raises(LoadError, match=r"its files in .* are gone"):
+        write(numbered_table(1), append=True)
+
+
+@pytest.mark.parametrize("error", [UnauthenticatedError, NodeUnavailableError, KeyboardInterrupt])
+def test_a_file_whose_load_may_continue_stays_and_a_warning_names_it(
+    client: CacheClient, dataset_name: str, tmp_path: Path, error: type[BaseException],
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    def load(*_: object, **__: object) -> None:
+        raise error("no answer")
+
+    monkeypatch.setattr(CacheClient, "load", load)
+    with caplog.at_level(logging.WARNING), pytest.raises(error):
+        client.write(dataset_name, numbered_table(10), through=tmp_path)
+
+    (file,) = tmp_path.rglob("*.parquet")
+    assert f"file stays, because its load may continue path={file}" in caplog.text
+
+
+def test_options_of_s3_are_those_of_loads_or_refused_by_name(
+    client: CacheClient, dataset_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(**options: object) -> None:
+        client.write(
+            dataset_name, numbered_table(1), through="s3://bucket/a", storage_options=options
+        )
+
+    with pytest.raises(ConfigError, match="cannot use 'aws_requester_pays'; it knows"):
+        write(aws_requester_pays="true")
+
+    given: list[dict[str, object]] = []
+
+    def connect(**arguments: object) -> None:
+        given.append(arguments)
+        raise OSError("not now")
+
+    monkeypatch.setattr(fs, "S3FileSystem", connect)
+    with pytest.raises(ConfigError, match="not now"):
+        write(**{"AWS_SKIP_SIGNATURE": True, "s3.endpoint": "http://a:1", "allow-http": "true",
+                 "virtual-hosted-style-request": "false"})  # fmt: skip
+    assert given == [
+        {"anonymous": True, "endpoint_override": "a:1", "scheme": "http",
+         "force_virtual_addressing": False}
+    ]  # fmt: skip
 
 
 def test_appends_at_the_same_time_are_all_there(
@@ -132,6 +259,41 @@ def test_appends_at_the_same_time_are_all_there(
         list(pool.map(write, range(1, 7)))
 
     assert sorted(rows_of(client, dataset_name)) == list(range(70))
+
+
+def test_the_rows_of_an_append_come_last_though_it_began_first_or_its_clock_is_late(
+    client: CacheClient, dataset_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def append(rows: object) -> None:
+        client.write(dataset_name, rows, through=tmp_path, append=True)
+
+    append(numbered_table(10))
+    append(reading(numbered_table(10, 20), lambda: append(numbered_table(10, 10))))
+    monkeypatch.setattr(time, "time_ns", lambda: 1)
+    append(numbered_table(10, 30))
+
+    assert rows_of(client, dataset_name) == list(range(40))
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_an_append_while_another_write_makes_the_dataset_is_refused(
+    client: CacheClient, dataset_name: str, tmp_path: Path, is_first: bool
+) -> None:
+    def write(rows: object, **arguments: bool) -> None:
+        client.write(dataset_name, rows, through=tmp_path, **arguments)
+
+    if not is_first:
+        write(numbered_table(10))
+    with pytest.raises(RequestError, match="made, replaced or dropped it meanwhile"):
+        other = reading(
+            numbered_table(10, 10), lambda: write(numbered_table(10, 20), append=is_first)
+        )
+        write(other, append=True)
+    assert rows_of(client, dataset_name) == list(range(20, 30))
+    assert len([*tmp_path.rglob("*.parquet")]) == (1 if is_first else 2)
+
+    write(numbered_table(10, 30), append=True)
+    assert rows_of(client, dataset_name) == list(range(20, 40))
 
 
 def test_a_load_that_another_one_overtook_looks_at_the_files_again(
