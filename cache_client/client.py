@@ -240,11 +240,26 @@ class CacheClient:
         for name, value in {"wait": wait, "progress": progress, "refresh": refresh}.items():
             problems += flag_problems(name, value)
         problems += function_problems("on_progress", on_progress)
-        spec = _checked_spec(spec, problems)
+        return self._load(
+            _checked_spec(spec, problems), wait, progress, on_progress, timeout_s, refresh=refresh
+        )
+
+    def _load(
+        self,
+        spec: DatasetSpec,
+        wait: bool,
+        progress: bool,
+        on_progress: Callable[[LoadReport], None] | None,
+        timeout_s: float | None,
+        **options: bool,  # of the request
+    ) -> DatasetInfo:
         timeout_s = None if timeout_s is None else float(timeout_s)
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        request = pb.CreateDatasetRequest(
+            spec=spec.to_proto(), secrets=spec.secrets_to_proto(), **options
+        )
         with self._coordinator(deadline) as calls:
-            info = _create(calls, spec, timeout_s, deadline, refresh)
+            info = _create(calls, request, timeout_s, deadline)
             if wait:
                 with _listeners(spec.name, on_progress, progress) as report:
                     info = _wait_until_loaded(calls, spec.name, info, report, deadline)
@@ -320,11 +335,11 @@ class CacheClient:
                 nulls=nulls,
                 readers=readers,
             )
-            load = partial(
-                self.load, progress=progress, on_progress=on_progress, timeout_s=timeout_s
-            )
-            newest = partial(self._newest, name) if append else None
-            return write_through(spec, source, newest, load)
+
+            def load(spec: DatasetSpec) -> DatasetInfo:
+                return self._load(spec, True, progress, on_progress, timeout_s, append=append)
+
+            return write_through(spec, source, self._newest(name) if append else None, load)
         write = self.begin_write(
             name,
             source.schema,
@@ -790,22 +805,18 @@ def _checked_name(name: object) -> str:
 
 def _create(
     calls: _Calls,
-    spec: DatasetSpec,
+    request: pb.CreateDatasetRequest,
     timeout_s: float | None,
     deadline: float | None,
-    refresh: bool,
 ) -> pb.DatasetInfo:
-    request = pb.CreateDatasetRequest(
-        spec=spec.to_proto(), secrets=spec.secrets_to_proto(), refresh=refresh
-    )
     try:
         info: pb.DatasetInfo = calls.call(calls.stub.CreateDataset, request, deadline).dataset
     except grpc.RpcError as error:
         if error.code() != grpc.StatusCode.DEADLINE_EXCEEDED:
             raise
         raise NotReadyError(
-            f"dataset {spec.name!r} was not planned within {timeout_s:g} s: its files are still "
-            "being listed; the load goes on"
+            f"dataset {request.spec.name!r} was not planned within {timeout_s:g} s: its files are "
+            "still being listed; the load goes on"
         ) from None
     return info
 

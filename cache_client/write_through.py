@@ -68,7 +68,7 @@ class Newest(NamedTuple):
 def write_through(
     spec: DatasetSpec,
     source: ArrowSource,
-    newest: Callable[[], Newest | None] | None,
+    before: Newest | None,
     load: Callable[[DatasetSpec], T],
 ) -> T:
     """Writes the rows as a file, and loads the dataset from its folder.
@@ -78,17 +78,16 @@ def write_through(
 
     Args:
         spec: of the dataset; its source is where folders are made.
-        newest: looks up the version to append to; without one, or for None: make a folder.
-        load: loads a spec.
+        before: the version to append to; None: make a folder.
+        load: loads a spec; an append must not replace the rows of another source.
 
     Raises:
         ConfigError: the place is not one for files. RequestError: the version to append to is
-            elsewhere, has other columns, or was replaced meanwhile.
+            elsewhere, has other columns, or has NaN for nulls and ``spec`` refuses them.
         LoadError: the file cannot be written. Or as ``load``.
     """
     (root,) = spec.source
     files, path = _file_system(root, spec)
-    before = newest() if newest else None
     if before is None:
         folder = f"{spec.name}/{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{_random()}"
         spec = _with_source(spec, f"{root.rstrip('/')}/{folder}")
@@ -99,28 +98,14 @@ def write_through(
     if before is not None:
         source = _with_columns_of(files, folder, source, spec.name, is_new=before.has_failed)
     file = _write_file(files, folder, source, spec.target_shard_bytes, is_hidden=before is not None)
-    is_asked = False
-
-    def look_and_load() -> T:
-        nonlocal is_asked
-        if newest is not None:
-            now = newest()
-            if now != before and (now is None or now.spec.source != spec.source):
-                raise RequestError(
-                    f"cannot append to {spec.name!r}: another write made, replaced or dropped it "
-                    "meanwhile. Append again"
-                )
-        is_asked = True
-        return load(spec)
-
     overtaken = retry_if_exception_type(StaleVersionError)  # by a version with this file, too
     try:
         return Retrying(retry=overtaken, stop=stop_after_attempt(_MOST_LOADS), reraise=True)(
-            look_and_load
+            load, spec
         )
     except BaseException as error:
-        is_refused = isinstance(error, _REFUSALS) and not isinstance(error, UnauthenticatedError)
-        if is_refused or not is_asked:
+        # A token may expire while the load continues.
+        if isinstance(error, _REFUSALS) and not isinstance(error, UnauthenticatedError):
             _remove(files, file)
         else:
             logger.warning("file stays, because its load may continue path=%s", file)

@@ -159,34 +159,47 @@ class Coordinator:
     # -- datasets ------------------------------------------------------------------------------
 
     def create(
-        self, spec: DatasetSpec, *, refresh: bool = False, by: Principal = ANYONE
+        self,
+        spec: DatasetSpec,
+        *,
+        refresh: bool = False,
+        append: bool = False,
+        by: Principal = ANYONE,
     ) -> pb.DatasetInfo:
         """Starts the load of ``spec``, attaches to its version, or retries a failed one.
 
         Args:
             refresh: plan a source again that cannot tell whether it changed; by default a version
                 of the same spec is reused. Also lowers the replicas to those of the spec.
+            append: do not replace the rows of another source.
             by: asks for it, and owns a new version.
 
         Raises:
             LoadError: the source cannot be read, the shards cannot fit, or the catalogue cannot be
                 written.
-            RequestError: a bad query.
+            RequestError: a bad query, or ``append`` and the newest version has another source.
             NotReadyError: other loads of the same spec were faster, many times.
             PermissionDeniedError: the version needs secrets that the caller did not give, and
                 another principal owns it.
         """
         self._sources.check_spec(spec)
         for _ in range(_MOST_PLANS):
-            if (info := self._create(spec, refresh, by)) is not None:
+            if (info := self._create(spec, refresh, append, by)) is not None:
                 self._write_proven()
                 self._notify_listeners()
                 return info
         raise NotReadyError(f"dataset {spec.name!r} is loaded by too many others: load it again")
 
-    def _create(self, spec: DatasetSpec, refresh: bool, by: Principal) -> pb.DatasetInfo | None:
-        """As `create`; None: a load that began later was faster, and may have seen newer files."""
+    def _create(
+        self, spec: DatasetSpec, refresh: bool, append: bool, by: Principal
+    ) -> pb.DatasetInfo | None:
+        """As `create`; None: a load that began later was faster; look again."""
         with self._changed:
+            if append and self._has_other_source(spec):
+                raise RequestError(
+                    f"cannot append to {spec.name!r}: another write made or replaced its rows "
+                    "meanwhile. Append again"
+                )
             version = None if refresh else self._newest_of_spec(spec)
             if version is not None:
                 return self._attach(version, spec, by=by)
@@ -197,12 +210,13 @@ class Coordinator:
         # Reports are taken meanwhile; inside the lock, the result is known.
         place(planned.version.key.fingerprint, num_shards, cluster.names, spec.replicas)
         with self._changed:
-            if planned.version.comparable and any(
+            overtaken = planned.version.comparable and any(
                 version.created > begun
                 and key != planned.version.key
                 and _content(version.pinned.spec) == _content(spec)
                 for key, version in self._versions.items()
-            ):
+            )
+            if overtaken or (append and self._has_other_source(spec)):
                 planned.close()
                 return None
             version = self._versions.get(planned.version.key)
@@ -227,6 +241,13 @@ class Coordinator:
                 made.release()
                 raise
             return self._add(made, by)
+
+    def _has_other_source(self, spec: DatasetSpec) -> bool:
+        """Whether the newest version of this name that has not failed has another source."""
+        newest = self._find_seen(spec.name, "", EVERYTHING)
+        if newest is None or newest.failure is not None:
+            return False
+        return newest.pinned.spec.source != spec.source
 
     def _add(self, made: VersionRecord, by: Principal) -> pb.DatasetInfo:
         """Adds a version that the catalogue has, or replaces a failed one."""

@@ -173,7 +173,9 @@ class CoordinatorServicer(cache_pb2_grpc.CoordinatorServicer):
             request.spec.name = principal.viewer.resolve(request.spec.name)
             principal.require_own(request.spec.name, "a load")
             spec = DatasetSpec.from_proto(request.spec, request.secrets)
-            info = self._coordinator.create(spec, refresh=request.refresh, by=principal)
+            info = self._coordinator.create(
+                spec, refresh=request.refresh, append=request.append, by=principal
+            )
             return pb.CreateDatasetResponse(dataset=info)
 
     def PlanDataset(

@@ -8,7 +8,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -208,10 +208,10 @@ def test_a_file_whose_load_may_continue_stays_and_a_warning_names_it(
     client: CacheClient, dataset_name: str, tmp_path: Path, error: type[BaseException],
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
-    def load(*_: object, **__: object) -> None:
+    def wait(*_: object) -> None:
         raise error("no answer")
 
-    monkeypatch.setattr(CacheClient, "load", load)
+    monkeypatch.setattr("cache_client.client._wait_until_loaded", wait)
     with caplog.at_level(logging.WARNING), pytest.raises(error):
         client.write(dataset_name, numbered_table(10), through=tmp_path)
 
@@ -284,7 +284,7 @@ def test_an_append_while_another_write_makes_the_dataset_is_refused(
 
     if not is_first:
         write(numbered_table(10))
-    with pytest.raises(RequestError, match="made, replaced or dropped it meanwhile"):
+    with pytest.raises(RequestError, match="another write made or replaced its rows"):
         other = reading(
             numbered_table(10, 10), lambda: write(numbered_table(10, 20), append=is_first)
         )
@@ -296,13 +296,9 @@ def test_an_append_while_another_write_makes_the_dataset_is_refused(
     assert rows_of(client, dataset_name) == list(range(20, 40))
 
 
-def test_a_load_that_another_one_overtook_looks_at_the_files_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = tmp_path / "source"
-    source.mkdir()
-    pq.write_table(numbered_table(10), source / "0.parquet")
-    coordinator = make_coordinator(tmp_path, Clock())
+@pytest.fixture
+def while_planning(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Future[Any]]]:
+    """Begins a load, and does something after the load has looked at its source."""
     plan, waits, goes_on = coordinating.plan_version, threading.Event(), threading.Event()
 
     def slow_plan(*arguments: Any) -> Any:
@@ -312,12 +308,46 @@ def test_a_load_that_another_one_overtook_looks_at_the_files_again(
             assert goes_on.wait(WAIT_S)
         return planned
 
+    def begin(load: Callable[[], object], then: Callable[[], object]) -> Future[Any]:
+        slow = pool.submit(load)
+        assert waits.wait(WAIT_S)
+        then()
+        goes_on.set()
+        return slow
+
     monkeypatch.setattr(coordinating, "plan_version", slow_plan)
     with ThreadPoolExecutor(1) as pool:
-        slow = pool.submit(coordinator.create, spec(source))
-        assert waits.wait(WAIT_S)
+        yield begin
+
+
+def test_a_load_that_another_one_overtook_looks_at_the_files_again(
+    tmp_path: Path, while_planning: Callable[..., Future[Any]]
+) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    pq.write_table(numbered_table(10), source / "0.parquet")
+    coordinator = make_coordinator(tmp_path, Clock())
+
+    def add_a_file() -> None:
         pq.write_table(numbered_table(10, 10), source / "1.parquet")
-        fast = coordinator.create(spec(source))
-        goes_on.set()
-        assert slow.result(WAIT_S).fingerprint == fast.fingerprint
+        coordinator.create(spec(source))
+
+    slow = while_planning(lambda: coordinator.create(spec(source)), add_a_file)
+    assert slow.result(WAIT_S).fingerprint == coordinator.get("table").fingerprint
     assert len(coordinator.get("table").shards) == 2
+
+
+def test_an_append_that_the_load_of_another_source_overtook_is_refused(
+    tmp_path: Path, while_planning: Callable[..., Future[Any]]
+) -> None:
+    for name in ("a", "b"):
+        pq.write_table(numbered_table(10), tmp_path / f"{name}.parquet")
+    first, other = spec(tmp_path / "a.parquet"), spec(tmp_path / "b.parquet")
+    coordinator = make_coordinator(tmp_path, Clock())
+
+    slow = while_planning(
+        lambda: coordinator.create(first, append=True), lambda: coordinator.create(other)
+    )
+    with pytest.raises(RequestError, match="Append again"):
+        slow.result(WAIT_S)
+    assert list(coordinator.get("table").spec.tables[0].source) == list(other.source)

@@ -1062,8 +1062,11 @@ class CreateDatasetRequest(google.protobuf.message.Message):
     SPEC_FIELD_NUMBER: builtins.int
     SECRETS_FIELD_NUMBER: builtins.int
     REFRESH_FIELD_NUMBER: builtins.int
+    APPEND_FIELD_NUMBER: builtins.int
     refresh: builtins.bool
     """load again a source that cannot tell whether it changed"""
+    append: builtins.bool
+    """refused if the newest version has another source"""
     @property
     def spec(self) -> Global___DatasetSpec: ...
     @property
@@ -1074,9 +1077,10 @@ class CreateDatasetRequest(google.protobuf.message.Message):
         spec: Global___DatasetSpec | None = ...,
         secrets: Global___Secrets | None = ...,
         refresh: builtins.bool = ...,
+        append: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["secrets", b"secrets", "spec", b"spec"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["refresh", b"refresh", "secrets", b"secrets", "spec", b"spec"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["append", b"append", "refresh", b"refresh", "secrets", b"secrets", "spec", b"spec"]) -> None: ...
 
 Global___CreateDatasetRequest: typing_extensions.TypeAlias = CreateDatasetRequest
 
