@@ -171,21 +171,23 @@ class World:
                 await asyncio.gather(*beats, return_exceptions=True)
 
     async def _beats(self, number: int) -> None:
-        node = self.nodes[number]
+        node, timeout_s = self.nodes[number], 10.0
         await asyncio.sleep(random.random())
         while number not in self.lost:
             request = node.heartbeat()
             try:
-                content = await self._beat(request, metadata=self._metadata, timeout=10)
+                content = await self._beat(request, metadata=self._metadata, timeout=timeout_s)
             except grpc.aio.AioRpcError as error:
                 if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
                     raise
                 self.unanswered += 1
+                timeout_s *= 2  # as a node does
                 node.known = 0
                 await asyncio.sleep(random.random())
                 continue
             answer = pb.HeartbeatResponse.FromString(content)
             self.heartbeats += 1
+            timeout_s = max(timeout_s / 2, 10.0)
             if not node.apply(answer):
                 await asyncio.sleep(answer.interval_s)
 

@@ -144,6 +144,10 @@ class Coordinator:
                 version.release()
             self._mark_changed()
 
+    def watch_backlog(self, waiting_since: Callable[[], float]) -> None:
+        """Lets no node count as lost while its report may wait; see `Membership`."""
+        self._membership.waiting_since = waiting_since
+
     def listen(self, callback: Callable[[], None]) -> None:
         """Calls ``callback`` when the nodes have something new to do."""
         self._listeners.append(callback)

@@ -87,12 +87,17 @@ class Membership:
             timeout, so no shard moves before it can report.
         timeout_s: a node without a heartbeat for this long counts as lost.
         clock: monotonic seconds.
+
+    Attributes:
+        waiting_since: when the oldest report came that waits to be taken; infinite if none waits.
+            The time since then counts for no node as silence: its report may be behind that one.
     """
 
     def __init__(self, catalogue: Catalogue, timeout_s: float, clock: Callable[[], float]) -> None:
         self._catalogue = catalogue
         self._timeout_s = timeout_s
         self._clock = clock
+        self.waiting_since: Callable[[], float] = lambda: math.inf
         self._members = {  # in the order of their last reports
             node_id: Member(pb.Node(id=node_id), clock()) for node_id in catalogue.read_members()
         }
@@ -115,7 +120,7 @@ class Membership:
 
     def alive(self) -> frozenset[str]:
         """The ids of the members that answer and are trusted; the same object until they change."""
-        if self._clock() > self._alive_until:
+        if self._heard_until() > self._alive_until:
             seen = {
                 node_id: member.last_seen
                 for node_id, member in self._members.items()
@@ -125,12 +130,6 @@ class Membership:
                 self._alive = frozenset(seen)
             self._alive_until = min(seen.values(), default=-math.inf) + self._timeout_s
         return self._alive
-
-    def excuse(self, seconds: float) -> None:
-        """Counts some time for no node as silence: no report was taken meanwhile."""
-        for member in self._members.values():
-            member.last_seen += seconds
-        self._alive_until += seconds
 
     def interval_s(self, wanted_s: float) -> float:
         """The time between two heartbeats of a node, longer with many nodes.
@@ -148,12 +147,16 @@ class Membership:
             member.untrusted = reason
             self._alive_until = -math.inf
 
+    def _heard_until(self) -> float:
+        """The moment until which all reports that came were taken."""
+        return min(self._clock(), self.waiting_since())
+
     def _answers(self, member: Member) -> bool:
-        return member.last_seen >= self._clock() - self._timeout_s
+        return member.last_seen >= self._heard_until() - self._timeout_s
 
     def is_stable(self) -> bool:
         """Whether no node was lost or came back within the last minute."""
-        now = self._clock()
+        now = self._heard_until()
         unstable_since = now - self._timeout_s - _SETTLE_S
         is_lost = any(
             self._members[node_id].last_seen >= unstable_since
@@ -291,7 +294,7 @@ class Membership:
         return FormerProcess(known.node, known.last_seen)
 
     def _silent_for(self, seconds: float) -> Iterator[str]:
-        oldest = self._clock() - seconds
+        oldest = self._heard_until() - seconds
         return takewhile(lambda node_id: self._members[node_id].last_seen < oldest, self._members)
 
     def _write(self) -> None:

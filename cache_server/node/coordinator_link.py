@@ -24,6 +24,7 @@ from cache_protocol.wire.short_shards import lengthen_shards
 from cache_server.auth.principals import EVERYTHING, Viewer
 
 _CALL_TIMEOUT_S = 10.0
+_LONGEST_HEARTBEAT_S = 80.0  # to wait for an answer; of a process that hangs, pings tell sooner
 _MOST_KNOWN = 8  # answers: that of 100,000 shards takes tens of megabytes
 _RECONNECT_S = 5.0  # between new channels, while heartbeats fail
 _PLAN_TIMEOUT_S = 600.0  # reads many footers
@@ -45,6 +46,7 @@ class RemoteCoordinator:
         self._credentials = credentials
         self._lock = threading.Lock()
         self._known: dict[bytes, pb.DatasetInfo] = {}  # the latest answers, by their requests
+        self._heartbeat_s = _CALL_TIMEOUT_S
         self._connect()
 
     def _connect(self) -> None:
@@ -70,14 +72,24 @@ class RemoteCoordinator:
             self._channel.close()
 
     def heartbeat(self, request: pb.HeartbeatRequest) -> pb.HeartbeatResponse:
-        """Reports the actual shards; answers the desired ones."""
+        """Reports the actual shards; answers the desired ones. One thread at a time.
+
+        A report whose sender has left is not taken. So after each one that timed out, the next
+        waits twice as long: a coordinator that is late with all reports would take none of them.
+        """
+        begun = time.monotonic()
         try:
-            response: pb.HeartbeatResponse = self._call(self._stub.Heartbeat, request)
+            response: pb.HeartbeatResponse = self._call(
+                self._stub.Heartbeat, request, self._heartbeat_s
+            )
         except NodeUnavailableError:
+            if time.monotonic() - begun >= self._heartbeat_s:
+                self._heartbeat_s = min(2 * self._heartbeat_s, _LONGEST_HEARTBEAT_S)
             with self._lock:
                 if time.monotonic() - self._connected_at > _RECONNECT_S:
                     self._connect()  # the old channel lives until its last call ends
             raise
+        self._heartbeat_s = max(self._heartbeat_s / 2, _CALL_TIMEOUT_S)
         return response
 
     def get(

@@ -10,10 +10,11 @@ threads, so that heartbeats and health are always answered.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -151,7 +152,8 @@ class CoordinatorServicer(cache_pb2_grpc.CoordinatorServicer):
         self._short_maps = _ShortMaps()
         planning = ThreadPoolExecutor(planning_slots.THREADS, thread_name_prefix="planning")
         watching = ThreadPoolExecutor(_WATCHING_THREADS, thread_name_prefix="watching")
-        beating = ThreadPoolExecutor(_HEARTBEAT_THREADS, thread_name_prefix="heartbeats")
+        beating = _TimedPool(_HEARTBEAT_THREADS, thread_name_prefix="heartbeats")
+        coordinator.watch_backlog(beating.waiting_since)
         for verb, threads in (
             ("CreateDataset", planning),
             ("PlanDataset", planning),
@@ -369,6 +371,32 @@ class _RunningCalls:
         """Waits up to ``timeout_s``; returns whether no call runs."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._count, timeout_s)
+
+
+class _TimedPool(ThreadPoolExecutor):
+    """A pool that knows how long its oldest call has not ended. Thread-safe."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._lock = threading.Lock()
+        self._begun: dict[Future[Any], float] = {}  # the oldest first
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Runs a call in the pool."""
+        with self._lock:
+            future = super().submit(fn, *args, **kwargs)
+            self._begun[future] = time.monotonic()
+        future.add_done_callback(self._forget)
+        return future
+
+    def waiting_since(self) -> float:
+        """When the oldest call came that has not ended, in monotonic seconds; else infinite."""
+        with self._lock:
+            return next(iter(self._begun.values()), math.inf)
+
+    def _forget(self, future: Future[Any]) -> None:
+        with self._lock:
+            del self._begun[future]
 
 
 class _PooledHandler:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import struct
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -126,3 +130,44 @@ def test_a_description_travels_again_only_after_a_change(
             coordinator.create(DatasetSpec(f"other-{number}", tmp_path / "x.parquet"))
             link.get(f"other-{number}")
         assert link.get("x") == changed
+
+
+def test_a_coordinator_that_is_late_with_every_report_takes_them_in_the_end(
+    control: ControlService, coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(coordinator_link, "_CALL_TIMEOUT_S", 0.05)
+    heartbeat, pause = coordinator.heartbeat, threading.Event()
+
+    def late(*args: Any, **kwargs: Any) -> pb.HeartbeatResponse:
+        pause.wait(0.3)
+        return heartbeat(*args, **kwargs)
+
+    monkeypatch.setattr(coordinator, "heartbeat", late)
+    beat = pb.HeartbeatRequest(node=pb.Node(id="one", flight_location="grpc://one:1"))
+    failed = 0
+    with RemoteCoordinator(f"127.0.0.1:{control.port}") as link:
+        while True:
+            try:
+                link.heartbeat(beat)
+                break
+            except NodeUnavailableError:
+                failed += 1
+                assert failed < 10
+    assert failed > 0
+
+
+def test_no_node_counts_as_silent_while_reports_wait_to_be_taken(
+    control: ControlService, coordinator: Coordinator
+) -> None:
+    beat = pb.HeartbeatRequest(node=pb.Node(id="one", flight_location="grpc://one:1"))
+    membership = coordinator._membership
+    with RemoteCoordinator(f"127.0.0.1:{control.port}") as link:
+        link.heartbeat(beat)
+        before = time.monotonic()
+        with ThreadPoolExecutor(1) as pool:
+            with coordinator._changed:  # as while it places shards
+                reported = pool.submit(link.heartbeat, beat)
+                wait_until(lambda: membership.waiting_since() < math.inf, 10.0, "a report waits")
+                assert before < membership.waiting_since() < time.monotonic()
+            reported.result()
+        wait_until(lambda: membership.waiting_since() == math.inf, 10.0, "it was taken")
