@@ -11,7 +11,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Set
+from collections.abc import Callable, Collection, Iterator, Set
 from contextlib import closing
 from dataclasses import astuple, dataclass, replace
 
@@ -23,7 +23,6 @@ from cache_protocol.errors import (
     LoadError,
     NotReadyError,
     RequestError,
-    StaleVersionError,
 )
 from cache_protocol.spec.dataset_spec import DatasetSpec
 from cache_protocol.v1 import cache_pb2 as pb
@@ -47,10 +46,10 @@ from cache_server.coordination.membership import Answer, Member, Membership
 from cache_server.coordination.orphans import Orphans
 from cache_server.coordination.placement import place
 from cache_server.coordination.version_record import VersionRecord
-from cache_server.coordination.writes import Chosen, Writes, write_ids
+from cache_server.coordination.versions import Versions, newest
+from cache_server.coordination.writes import Chosen, Writes
 from cache_server.plan.pinned_version import PinnedVersion, plan_version
 from cache_server.plan.shard_plan import same_shards
-from cache_server.plan.written_version import write_id_of
 from cache_server.shards.put_key import PutKey
 from cache_server.shards.version_key import VersionKey
 from cache_server.source.allowed_sources import AllowedSources
@@ -120,12 +119,11 @@ class Coordinator:
         self._changes = 0  # counted, so that `watch` misses none
         self._changes_of_all = 0
         self._listeners: list[Callable[[], None]] = []
-        self._created = 0
         self._answers = secrets.randbits(62)  # numbered; another coordinator uses other numbers
         self._expected: str | None = None
         self._load_rate = LoadRate()
         self._epochs = EpochVersions(lease_s, clock)
-        self._versions: dict[VersionKey, VersionRecord] = {}
+        self._versions = Versions(catalogue.read(), clock())
         self._described: dict[VersionKey, _Description] = {}
         self._views: dict[VersionKey, tuple[_AsOf, Holdings]] = {}  # see `_holdings`
         self._membership = Membership(catalogue, node_timeout_s, clock)
@@ -134,7 +132,6 @@ class Coordinator:
         self._orphans = Orphans(
             self._versions, self._membership, catalogue, lease_s=lease_s, clock=clock
         )
-        self._restore()
 
     def close(self) -> None:
         """Closes the sources of running loads, and ends watches. Nothing is decided after it."""
@@ -207,18 +204,16 @@ class Coordinator:
             version = None if refresh else self._newest_of_spec(spec)
             if version is not None:
                 return self._attach(version, spec, by=by)
-            before = self._readable(spec.name, spec.secrets_to_proto(), by.name)
-            begun, cluster = self._created, self._clusters.look()
+            before = self._versions.readable(spec.name, spec.secrets_to_proto(), by.name)
+            begun, cluster = self._versions.last_created, self._clusters.look()
         planned = plan_version(spec, [version.pinned for version in before])
         num_shards = len(planned.version.shards or ())
         # Reports are taken meanwhile; inside the lock, the result is known.
         place(planned.version.key.fingerprint, num_shards, cluster.names, spec.replicas)
         with self._changed:
             overtaken = planned.version.comparable and any(
-                version.created > begun
-                and key != planned.version.key
-                and _content(version.pinned.spec) == _content(spec)
-                for key, version in self._versions.items()
+                version.created > begun and version.pinned.key != planned.version.key
+                for version in self._versions.of_spec(spec)
             )
             if overtaken or (append and self._has_other_source(spec)):
                 planned.close()
@@ -229,14 +224,14 @@ class Coordinator:
                 return self._attach(version, spec, by=by, fewer_replicas=refresh)
             made = VersionRecord(
                 planned.version,
-                self._created + 1,
+                self._versions.next_created(),
                 spec.secrets_to_proto(),
                 tuple(planned.pins.values()),
                 attempt=self._next_attempt(planned.version.key),
                 asked_at=self._clock(),
                 owner=by.name,
             )
-            if (base := self._base_of(made)) is not None:
+            if (base := self._versions.base_of(made)) is not None:
                 made.reuse(base, self._holdings(base).placement(base.num_shards or 0))
             try:
                 self._check_capacity(made)
@@ -248,10 +243,10 @@ class Coordinator:
 
     def _has_other_source(self, spec: DatasetSpec) -> bool:
         """Whether the newest version of this name that has not failed has another source."""
-        newest = self._find_seen(spec.name, "", EVERYTHING)
-        if newest is None or newest.failure is not None:
+        version = self._versions.find(spec.name)
+        if version is None or version.failure is not None:
             return False
-        return newest.pinned.spec.source != spec.source
+        return version.pinned.spec.source != spec.source
 
     def _add(self, made: VersionRecord, by: Principal) -> pb.DatasetInfo:
         """Adds a version that the catalogue has, or replaces a failed one."""
@@ -260,7 +255,6 @@ class Coordinator:
         if replaced is not None:
             replaced.release()
         self._checks.forget(key)
-        self._created = made.created
         self._versions[key] = made
         if replaced is None:  # orphans of the nodes count before any heartbeat is answered
             for node_id, member in self._membership.members.items():
@@ -352,7 +346,7 @@ class Coordinator:
             else:
                 made = VersionRecord.written(
                     chosen,
-                    self._created + 1,
+                    self._versions.next_created(),
                     attempt=self._next_attempt(key),
                     asked_at=self._clock(),
                     owner=by.name,
@@ -370,15 +364,9 @@ class Coordinator:
 
     def _committed(self, write_id: str) -> VersionRecord | None:
         """The version that a write became, or a later one that has its rows."""
-        if (key := self._writes.committed(write_id)) in self._versions:
-            return self._versions[key]
-        found = [
-            version
-            for version in self._versions.values()
-            if write_id_of(version.pinned.spec) == write_id
-            or (version.pinned.is_written and write_id in write_ids(version.pinned))
-        ]
-        return self._newest(v for v in found if v.failure is None) or self._newest(found)
+        key = self._writes.committed(write_id)
+        known = None if key is None else self._versions.get(key)
+        return self._versions.of_write(write_id) if known is None else known
 
     def _appended_to(self, name: str) -> VersionRecord | None:
         """The version whose rows an append follows; None: it makes a dataset.
@@ -387,7 +375,7 @@ class Coordinator:
             RequestError: it was loaded. LoadError: some of its rows are lost.
             NotReadyError: nodes may hold one, but the catalogue was lost.
         """
-        version = self._find_seen(name, "", EVERYTHING)
+        version = self._versions.find(name)
         if version is None:
             self._orphans.require_none(name, "")
             return None
@@ -410,35 +398,6 @@ class Coordinator:
             self._writes.abort(write_id, by)
         self._notify_listeners()
 
-    def _moving(self) -> list[tuple[PinnedVersion, Collection[int]]]:
-        """The committed versions whose rows nodes have yet to move, and the shards they share."""
-        return [
-            (version.pinned, version.reused.keys())
-            for version in self._versions.values()
-            if version.pinned.is_written and not version.was_ready and version.failure is None
-        ]
-
-    def _readable(self, dataset: str, given: pb.Secrets, owner: str) -> list[VersionRecord]:
-        """The versions whose shards a new one of this owner may share, the newest first."""
-        readable = [
-            version
-            for key, version in self._versions.items()
-            if key.dataset == dataset
-            and version.was_ready
-            and version.failure is None
-            and version.may_be_read(given, owner)
-        ]
-        return sorted(readable, key=lambda version: version.created, reverse=True)
-
-    def _base_of(self, made: VersionRecord) -> VersionRecord | None:
-        """The newest other version that has some of the shards of a new one."""
-        for version in self._readable(made.pinned.key.dataset, made.secrets, made.owner):
-            if version.pinned.key != made.pinned.key and same_shards(
-                made.pinned.shards or (), version.pinned.shards or ()
-            ):
-                return version
-        return None
-
     def attach(self, spec: DatasetSpec, *, by: Principal = ANYONE) -> pb.DatasetInfo | None:
         """Attaches to a version of this spec that was ready before; reads no source.
 
@@ -453,11 +412,7 @@ class Coordinator:
                 nothing has changed.
         """
         with self._changed:
-            version = self._newest(
-                version
-                for version in self._versions.values()
-                if version.was_ready and _content(version.pinned.spec) == _content(spec)
-            )
+            version = newest(v for v in self._versions.of_spec(spec) if v.was_ready)
             return None if version is None else self._attach(version, spec, by=by)
 
     def plan(
@@ -481,7 +436,7 @@ class Coordinator:
         self._sources.check_spec(spec)
         full = by.viewer.resolve(spec.name)
         with self._changed:
-            before = self._readable(full, spec.secrets_to_proto(), by.name)
+            before = self._versions.readable(full, spec.secrets_to_proto(), by.name)
             before *= by.viewer.can_read(full, ())
         with closing(plan_version(spec, [version.pinned for version in before])) as planned:
             reused = {
@@ -500,19 +455,14 @@ class Coordinator:
 
     def _newest_of_spec(self, spec: DatasetSpec) -> VersionRecord | None:
         """The newest version of this spec, if its source cannot tell whether it changed."""
-        return self._newest(
+        return newest(
             version
-            for version in self._versions.values()
+            for version in self._versions.of_spec(spec)
             if not version.pinned.comparable
             # A restart during a load loses the pins of the source.
             and (version.was_ready or version.asked_at is not None)
             and self._holdings(version).load_failure() is None
-            and _content(version.pinned.spec) == _content(spec)
         )
-
-    @staticmethod
-    def _newest(versions: Iterable[VersionRecord]) -> VersionRecord | None:
-        return max(versions, key=lambda version: version.created, default=None)
 
     def _attach(
         self,
@@ -540,10 +490,9 @@ class Coordinator:
             spec = _with_replicas(spec, version.pinned.spec.replicas)
         secrets = given if given.tables else version.secrets
         pinned = replace(version.pinned, spec=spec, has_secrets=bool(secrets.tables))
-        created = self._created + 1
+        created = self._versions.next_created()
         replace(version, pinned=pinned, created=created).save(self._catalogue)
         version.pinned, version.secrets, version.created = pinned, secrets, created
-        self._created = created
         self._mark_changed()
         self._settle()
         self._notify_listeners()
@@ -585,18 +534,14 @@ class Coordinator:
         """The version of an epoch; empty if there is no ready one."""
         full = viewer.resolve(name)
         ready = {
-            key.fingerprint: version
-            for key, version in self._versions.items()
-            if key.dataset == full
-            and version.was_ready
-            and version.failure is None
-            and viewer.can_read(full, version.pinned.spec.readers)
+            version.pinned.key.fingerprint: version
+            for version in self._versions.seen_by(viewer, full)
+            if version.was_ready and version.failure is None
         }
-        newest = self._newest(ready.values())
-        if newest is None:
+        if (latest := newest(ready.values())) is None:
             return ""
         asked = viewer.namespace, follow.job, follow.epoch, full
-        return self._epochs.choose(asked, newest.pinned.key.fingerprint, ready.keys())
+        return self._epochs.choose(asked, latest.pinned.key.fingerprint, ready.keys())
 
     def failure(self, name: str, fingerprint: str) -> CacheError | None:
         """Why a version cannot be served; None while it is served or loaded.
@@ -610,13 +555,15 @@ class Coordinator:
     def datasets(self, viewer: Viewer = EVERYTHING) -> list[pb.DatasetInfo]:
         """The version that `get` returns of each dataset that a viewer sees, by name."""
         with self._changed:
-            return [self._describe(version, viewer) for version in self._newest_seen_by(viewer)]
+            return [
+                self._describe(version, viewer) for version in self._versions.newest_of_each(viewer)
+            ]
 
     def summaries(self, viewer: Viewer = EVERYTHING) -> list[pb.DatasetInfo]:
         """Like `datasets`, without schemas, shards and nodes; cheap, for the status page."""
         with self._changed:
             summaries = []
-            for version in self._newest_seen_by(viewer):
+            for version in self._versions.newest_of_each(viewer):
                 summary = self._holdings(version).summarize()
                 if version.asked_at is not None and summary.state == pb.DATASET_STATE_LOADING:
                     summary.progress.elapsed_s = self._clock() - version.asked_at
@@ -633,11 +580,7 @@ class Coordinator:
     ) -> list[pb.JobInfo]:
         """The jobs that read datasets of a viewer; see `Jobs.jobs`."""
         with self._changed:
-            shared = {
-                key.dataset
-                for key, version in self._versions.items()
-                if viewer.can_read(key.dataset, version.pinned.spec.readers)
-            }
+            shared = {version.pinned.key.dataset for version in self._versions.seen_by(viewer)}
         jobs = self.jobs.jobs(
             name,
             ranks=ranks,
@@ -647,11 +590,6 @@ class Coordinator:
         for job in jobs:
             job.dataset = viewer.shown(job.dataset)
         return jobs
-
-    def _newest_seen_by(self, viewer: Viewer) -> list[VersionRecord]:
-        names = sorted({viewer.shown(key.dataset) for key in self._versions})
-        found = (self._find_seen(name, "", viewer) for name in names)
-        return [version for version in found if version is not None]
 
     def delete(self, name: str, *, viewer: Viewer = EVERYTHING) -> None:
         """Forgets every version of ``name``; nodes remove the shards at their next heartbeat.
@@ -760,7 +698,7 @@ class Coordinator:
             self._settle()
             wanted = pb.HeartbeatResponse(
                 room_may_come=not self._membership.is_stable(),
-                writes=self._writes.messages(self._moving()),
+                writes=self._writes.messages(self._versions.moving()),
             )
             # A node that is not placed yet keeps what it has.
             is_placed = node_id in self._clusters.look().alive and not member.untrusted
@@ -962,42 +900,18 @@ class Coordinator:
 
     # -- inside the lock -----------------------------------------------------------------------
 
-    def _find_seen(self, name: str, fingerprint: str, viewer: Viewer) -> VersionRecord | None:
-        """A version that a viewer may read; see `get`."""
-        full = viewer.resolve(name)
-        named = [
-            version
-            for key, version in self._versions.items()
-            if key.dataset == full
-            and (not fingerprint or key.fingerprint == fingerprint)
-            and viewer.can_read(full, version.pinned.spec.readers)
-        ]
-        found = self._newest(version for version in named if version.failure is None)
-        return self._newest(named) if found is None else found
-
     def _find(self, name: str, fingerprint: str = "", viewer: Viewer = EVERYTHING) -> VersionRecord:
-        found = self._find_seen(name, fingerprint, viewer)
-        if found is not None:
+        if (found := self._versions.find(name, fingerprint, viewer)) is not None:
             return found
         full = viewer.resolve(name)
+        error = self._versions.not_found(name, fingerprint, viewer)
         if viewer.can_read(full, ()):
             self._orphans.require_none(full, fingerprint)
-        seen = [
-            key
-            for key, version in self._versions.items()
-            if viewer.can_read(key.dataset, version.pinned.spec.readers)
-        ]
-        others = [key.fingerprint for key in seen if key.dataset == full]
-        if others:
-            raise StaleVersionError(
-                f"dataset {name!r} has fingerprint {', '.join(others)}, not {fingerprint}"
-            )
-        if full == self._expected and viewer.can_read(full, ()):
-            raise NotReadyError(
-                f"dataset {name!r} waits for the nodes, and for its source to be read"
-            )
-        known = sorted({viewer.shown(key.dataset) for key in seen})
-        raise DatasetNotFoundError(f"no dataset {name!r}; datasets: {', '.join(known) or 'none'}")
+            if full == self._expected and isinstance(error, DatasetNotFoundError):
+                raise NotReadyError(
+                    f"dataset {name!r} waits for the nodes, and for its source to be read"
+                )
+        raise error
 
     def _settle(self) -> None:
         """Updates readiness and failures, and forgets old versions and writes."""
@@ -1014,8 +928,9 @@ class Coordinator:
                 self._mark_changed(key)
             if version.failure is None and version.extend_log(self._catalogue):
                 self._mark_changed(key)
-            starts, older = version.row_starts(), self._older(version)
-            if version.failure is not None or starts is None or (version.was_ready and not older):
+            starts = version.row_starts()
+            expired = self._versions.expired(version, self._clock() - self._lease_s)
+            if version.failure is not None or starts is None or (version.was_ready and not expired):
                 continue
             if version.pinned.keeps_every_row and starts[-1] != version.pinned.max_rows:
                 reason = (
@@ -1045,25 +960,9 @@ class Coordinator:
                     nodes = len(self._membership.alive())
                     self._load_rate.record(version.pinned, elapsed_s, nodes, version.reused)
                 logger.info("dataset ready name=%s rows=%d", version.pinned.spec.name, starts[-1])
-            self._forget(*(key for key in older if not self._is_leased(self._versions[key])))
+            self._forget(*expired)
         for version in self._versions.values():
             version.save_failure(self._catalogue)
-
-    def _is_leased(self, version: VersionRecord) -> bool:
-        """Whether its rows were read, or requested, within the lease."""
-        return (
-            version.was_ready
-            and version.last_used is not None
-            and self._clock() - version.last_used < self._lease_s
-        )
-
-    def _older(self, version: VersionRecord) -> list[VersionKey]:
-        name = version.pinned.key.dataset
-        return [
-            key
-            for key, other in self._versions.items()
-            if key.dataset == name and other.created < version.created
-        ]
 
     def _forget(self, *keys: VersionKey) -> None:
         self._orphans.drop(*keys)
@@ -1150,17 +1049,6 @@ class Coordinator:
             return key not in self._orphans.find()
         return version.failure is not None or not version.is_current(actual)
 
-    def _restore(self) -> None:
-        for entry in self._catalogue.read():
-            self._created = max(self._created, entry.created)
-            version = VersionRecord.from_catalogue(entry)
-            if version.was_ready:  # readers had no time to report
-                version.last_used = self._clock()
-            self._versions[entry.pinned.key] = version
-            if not version.was_ready and (base := self._base_of(version)) is not None:
-                version.reuse(base)
-            logger.info("dataset found in the catalogue name=%s", entry.pinned.spec.name)
-
 
 def _as_seen_by(viewer: Viewer, info: pb.DatasetInfo) -> pb.DatasetInfo:
     """The description with the name that a viewer uses; a view's own is never changed."""
@@ -1178,11 +1066,3 @@ def _with_replicas(spec: DatasetSpec, replicas: int) -> DatasetSpec:
     content = spec.to_proto()
     content.replicas = replicas
     return DatasetSpec.from_proto(content)
-
-
-def _content(spec: DatasetSpec) -> bytes:
-    """The content of a spec to compare: without replicas, readers and secrets."""
-    content = spec.to_proto()
-    content.replicas = 0
-    content.ClearField("readers")
-    return content.SerializeToString(deterministic=True)

@@ -1,0 +1,161 @@
+"""The versions that the coordinator knows, and the one that a caller means."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable, Iterator
+
+from cache_protocol.errors import CacheError, DatasetNotFoundError, StaleVersionError
+from cache_protocol.spec.dataset_spec import DatasetSpec
+from cache_protocol.v1 import cache_pb2 as pb
+from cache_server.auth.principals import EVERYTHING, Viewer
+from cache_server.coordination.catalogue import CatalogueEntry
+from cache_server.coordination.version_record import VersionRecord
+from cache_server.coordination.writes import write_ids
+from cache_server.plan.pinned_version import PinnedVersion
+from cache_server.plan.shard_plan import same_shards
+from cache_server.plan.written_version import write_id_of
+from cache_server.shards.version_key import VersionKey
+
+logger = logging.getLogger(__name__)
+
+
+class Versions(dict[VersionKey, VersionRecord]):
+    """Every version of every dataset, by key. One thread at a time.
+
+    Args:
+        entries: the versions from before a restart, oldest first.
+        now: monotonic seconds.
+
+    Attributes:
+        last_created: the highest number that a version got; see `next_created`.
+    """
+
+    def __init__(self, entries: Iterable[CatalogueEntry], now: float) -> None:
+        super().__init__()
+        self.last_created = 0
+        for entry in entries:
+            self.last_created = entry.created
+            version = self[entry.pinned.key] = VersionRecord.from_catalogue(entry)
+            if version.was_ready:  # readers had no time to report
+                version.last_used = now
+            elif (base := self.base_of(version)) is not None:
+                version.reuse(base)
+            logger.info("dataset found in the catalogue name=%s", entry.pinned.spec.name)
+
+    def next_created(self) -> int:
+        """A number for the version that becomes the newest."""
+        self.last_created += 1
+        return self.last_created
+
+    def seen_by(self, viewer: Viewer, dataset: str | None = None) -> list[VersionRecord]:
+        """The versions that a viewer may read; all, or those of one dataset."""
+        return [
+            version
+            for key, version in self.items()
+            if dataset in (None, key.dataset)
+            and viewer.can_read(key.dataset, version.pinned.spec.readers)
+        ]
+
+    def find(
+        self, name: str, fingerprint: str = "", viewer: Viewer = EVERYTHING
+    ) -> VersionRecord | None:
+        """The version with ``fingerprint``, or the newest one, if the viewer may read it.
+
+        Versions that failed come last.
+        """
+        named = self.seen_by(viewer, viewer.resolve(name))
+        return _newest_sound(v for v in named if fingerprint in ("", v.pinned.key.fingerprint))
+
+    def not_found(self, name: str, fingerprint: str, viewer: Viewer) -> CacheError:
+        """The error for a viewer of a version that `find` does not find."""
+        others = self.seen_by(viewer, viewer.resolve(name))
+        if others:
+            fingerprints = ", ".join(version.pinned.key.fingerprint for version in others)
+            return StaleVersionError(
+                f"dataset {name!r} has fingerprint {fingerprints}, not {fingerprint}"
+            )
+        known = sorted({viewer.shown(each.pinned.key.dataset) for each in self.seen_by(viewer)})
+        return DatasetNotFoundError(f"no dataset {name!r}; datasets: {', '.join(known) or 'none'}")
+
+    def newest_of_each(self, viewer: Viewer) -> list[VersionRecord]:
+        """The version that `find` returns of each dataset that a viewer sees, by name."""
+        names = sorted({viewer.shown(key.dataset) for key in self})
+        found = (self.find(name, viewer=viewer) for name in names)
+        return [version for version in found if version is not None]
+
+    def of_spec(self, spec: DatasetSpec) -> Iterator[VersionRecord]:
+        """The versions of a spec; its replicas, readers and secrets do not count."""
+        content = _content(spec)
+        for version in self.values():
+            if version.pinned.spec.name == spec.name and _content(version.pinned.spec) == content:
+                yield version
+
+    def of_write(self, write_id: str) -> VersionRecord | None:
+        """The version that a write became, or a later one that has its rows."""
+        return _newest_sound(
+            version
+            for version in self.values()
+            if write_id_of(version.pinned.spec) == write_id
+            or (version.pinned.is_written and write_id in write_ids(version.pinned))
+        )
+
+    def readable(self, dataset: str, given: pb.Secrets, owner: str) -> list[VersionRecord]:
+        """The versions whose shards a new one of this owner may share, the newest first."""
+        readable = [
+            version
+            for key, version in self.items()
+            if key.dataset == dataset
+            and version.was_ready
+            and version.failure is None
+            and version.may_be_read(given, owner)
+        ]
+        return sorted(readable, key=lambda version: version.created, reverse=True)
+
+    def base_of(self, made: VersionRecord) -> VersionRecord | None:
+        """The newest other version that has some of the shards of a new one."""
+        for version in self.readable(made.pinned.key.dataset, made.secrets, made.owner):
+            if version.pinned.key != made.pinned.key and same_shards(
+                made.pinned.shards or (), version.pinned.shards or ()
+            ):
+                return version
+        return None
+
+    def expired(self, newer: VersionRecord, since: float) -> list[VersionKey]:
+        """The earlier versions of the same dataset that were not ready, or not read since then."""
+        name = newer.pinned.key.dataset
+        return [
+            key
+            for key, version in self.items()
+            if key.dataset == name
+            and version.created < newer.created
+            and not (
+                version.was_ready and version.last_used is not None and version.last_used > since
+            )
+        ]
+
+    def moving(self) -> list[tuple[PinnedVersion, Collection[int]]]:
+        """The committed versions whose rows nodes have yet to move, and the shards they share."""
+        return [
+            (version.pinned, version.reused.keys())
+            for version in self.values()
+            if version.pinned.is_written and not version.was_ready and version.failure is None
+        ]
+
+
+def newest(versions: Iterable[VersionRecord]) -> VersionRecord | None:
+    """The version that was made or attached to last."""
+    return max(versions, key=lambda version: version.created, default=None)
+
+
+def _newest_sound(versions: Iterable[VersionRecord]) -> VersionRecord | None:
+    """The newest version that has not failed; else the newest one."""
+    return max(versions, key=lambda v: (v.failure is None, v.created), default=None)
+
+
+def _content(spec: DatasetSpec) -> bytes:
+    """The content of a spec to compare: without replicas, readers and secrets."""
+    content = spec.to_proto()
+    content.replicas = 0
+    content.ClearField("readers")
+    return content.SerializeToString(deterministic=True)
