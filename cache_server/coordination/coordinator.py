@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Set
 from contextlib import closing
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, replace
 
 import pyarrow as pa
 
@@ -30,7 +30,7 @@ from cache_protocol.wire.backoff import rest_s
 from cache_server.auth.principals import ANYONE, EVERYTHING, Principal, Viewer
 from cache_server.coordination.capacity import check_capacity
 from cache_server.coordination.catalogue import Catalogue
-from cache_server.coordination.clusters import Cluster, Clusters
+from cache_server.coordination.clusters import Clusters
 from cache_server.coordination.epoch_versions import EpochVersions
 from cache_server.coordination.forecast import LoadRate, forecast
 from cache_server.coordination.holder_checks import (
@@ -47,8 +47,9 @@ from cache_server.coordination.orphans import Orphans
 from cache_server.coordination.placement import place
 from cache_server.coordination.version_record import VersionRecord
 from cache_server.coordination.versions import Versions, newest
+from cache_server.coordination.views import Views
 from cache_server.coordination.writes import Chosen, Writes
-from cache_server.plan.pinned_version import PinnedVersion, plan_version
+from cache_server.plan.pinned_version import plan_version
 from cache_server.plan.shard_plan import same_shards
 from cache_server.shards.put_key import PutKey
 from cache_server.shards.version_key import VersionKey
@@ -58,18 +59,6 @@ logger = logging.getLogger(__name__)
 
 _WATCH_S = 0.5
 _MOST_PLANS = 20  # of a load, while others of its spec are faster
-# The changes of all versions and of this one, the nodes, and the view of the base.
-_AsOf = tuple[int, int, Cluster, Holdings | None]
-
-
-@dataclass(frozen=True)
-class _Description:
-    """What callers were told of a version, with the seconds that it took and when it was made."""
-
-    info: pb.DatasetInfo
-    pinned: PinnedVersion
-    took_s: float
-    made_at: float
 
 
 class Coordinator:
@@ -105,8 +94,7 @@ class Coordinator:
     ) -> None:
         self._catalogue = catalogue
         self._checks = HolderChecks(0) if checks is None else checks
-        self._proven = frozenset(catalogue.read_proven())
-        self._lost_proof = False  # a node of `_proven` is not trusted any more
+        self._proven = self._written_proven = frozenset(catalogue.read_proven())
         self._writes_proven = threading.Lock()
         self._sources = sources
         self._endpoints = endpoints
@@ -117,17 +105,15 @@ class Coordinator:
         self._closed = threading.Event()
         self._changed = threading.Condition()
         self._changes = 0  # counted, so that `watch` misses none
-        self._changes_of_all = 0
         self._listeners: list[Callable[[], None]] = []
         self._answers = secrets.randbits(62)  # numbered; another coordinator uses other numbers
         self._expected: str | None = None
         self._load_rate = LoadRate()
         self._epochs = EpochVersions(lease_s, clock)
         self._versions = Versions(catalogue.read(), clock())
-        self._described: dict[VersionKey, _Description] = {}
-        self._views: dict[VersionKey, tuple[_AsOf, Holdings]] = {}  # see `_holdings`
         self._membership = Membership(catalogue, node_timeout_s, clock)
         self._clusters = Clusters(self._membership)
+        self._views = Views(self._versions, self._membership.members, self._checks, lease_s)
         self._writes = Writes(self._membership.members, clock)
         self._orphans = Orphans(
             self._versions, self._membership, catalogue, lease_s=lease_s, clock=clock
@@ -233,12 +219,6 @@ class Coordinator:
             )
             if (base := self._versions.base_of(made)) is not None:
                 made.reuse(base, self._holdings(base).placement(base.num_shards or 0))
-            try:
-                self._check_capacity(made)
-                made.save(self._catalogue)
-            except LoadError:
-                made.release()
-                raise
             return self._add(made, by)
 
     def _has_other_source(self, spec: DatasetSpec) -> bool:
@@ -249,8 +229,14 @@ class Coordinator:
         return version.pinned.spec.source != spec.source
 
     def _add(self, made: VersionRecord, by: Principal) -> pb.DatasetInfo:
-        """Adds a version that the catalogue has, or replaces a failed one."""
+        """Adds a version, or replaces a failed one. See `create` for the errors."""
         key = made.pinned.key
+        try:
+            self._check_capacity(made)
+            made.save(self._catalogue)
+        except LoadError:
+            made.release()
+            raise
         replaced = self._versions.get(key)
         if replaced is not None:
             replaced.release()
@@ -353,8 +339,6 @@ class Coordinator:
                 )
                 if before is not None:
                     made.reuse(before)
-                self._check_capacity(made)
-                made.save(self._catalogue)
                 info = self._add(made, by)
             self._writes.end_committed(write, key)
             self._mark_changed()
@@ -757,7 +741,6 @@ class Coordinator:
         self._membership.distrust(node_id, reason)
         self._clusters.look_again()
         self._checks.forget_node(node_id)
-        self._lost_proof |= node_id in self._proven
         self._proven -= {node_id}
         for version in self._versions.values():
             version.forget_claims(node_id)
@@ -823,11 +806,10 @@ class Coordinator:
         """Writes which nodes are proven to hold a shard, after a change; not inside the lock."""
         with self._writes_proven:
             with self._changed:
-                found = self._checks.proven_nodes()
-                if found <= self._proven and not self._lost_proof:
+                self._proven |= self._checks.proven_nodes()
+                if self._proven == self._written_proven:
                     return
-                self._lost_proof = False
-                self._proven = proven = self._proven | found
+                self._written_proven = proven = self._proven
             try:
                 self._catalogue.write_proven(proven)
             except OSError as error:  # after a restart their files are read back
@@ -888,10 +870,7 @@ class Coordinator:
             key: of the version that changed; None: all may have.
         """
         self._changes += 1
-        if key is None:
-            self._changes_of_all += 1
-        elif key in self._versions:
-            self._versions[key].changes += 1
+        self._views.outdate(key)
         self._changed.notify_all()
 
     def _notify_listeners(self) -> None:
@@ -968,8 +947,7 @@ class Coordinator:
         self._orphans.drop(*keys)
         for key in keys:
             self._versions.pop(key).release()
-            self._views.pop(key, None)
-            self._described.pop(key, None)
+            self._views.forget(key)
             self._checks.forget(key)
             self._catalogue.forget(key)
             logger.info("dataset forgotten name=%s fingerprint=%s", key.dataset, key.fingerprint)
@@ -977,52 +955,10 @@ class Coordinator:
             self._mark_changed()
 
     def _holdings(self, version: VersionRecord) -> Holdings:
-        """The view of a version, cached until something changes."""
-        key = version.pinned.key
-        cluster = self._clusters.look()
-        base = None  # a version that is ready has its files: no chain of versions is kept
-        if version.base is not None and not version.was_ready:
-            base = self._versions.get(version.base)
-        base_view = None if base is None else self._holdings(base)
-        as_of = self._changes_of_all, version.changes, cluster, base_view
-        before: Holdings | None = None
-        if (known := self._views.get(key)) is not None and known[1].version is version:
-            before = known[1]
-            if known[0] == as_of:
-                return before
-        view = Holdings(
-            version,
-            self._membership.members,
-            cluster,
-            self._checks,
-            base_view,
-            before,
-        )
-        if self._versions.get(key) is version:
-            self._views[key] = as_of, view
-        return view
+        return self._views.look(version, self._clusters.look())
 
-    def _describe(self, version: VersionRecord, viewer: Viewer = EVERYTHING) -> pb.DatasetInfo:
-        """The version for callers; with very many shards, as it was a moment ago.
-
-        While a dataset loads, or a lost node is replaced, shards change one by one. Each caller
-        that asks then would have 100,000 shards described.
-        """
-        key, view = version.pinned.key, self._holdings(version)
-        before = self._described.get(key)
-        if not view.is_described(self._lease_s):
-            if (
-                before is not None
-                and before.pinned is version.pinned
-                and before.info.state == view.state != pb.DATASET_STATE_FAILED
-                and time.perf_counter() - before.made_at < rest_s(before.took_s)
-            ):
-                return _as_seen_by(viewer, before.info)
-            begun_s = time.thread_time()
-            info = view.describe(self._lease_s)
-            took_s = time.thread_time() - begun_s
-            self._described[key] = _Description(info, version.pinned, took_s, time.perf_counter())
-        return _as_seen_by(viewer, view.describe(self._lease_s))
+    def _describe(self, version: VersionRecord, viewer: Viewer) -> pb.DatasetInfo:
+        return _as_seen_by(viewer, self._views.describe(self._holdings(version)))
 
     def _check_capacity(self, wanted: VersionRecord) -> None:
         """Refuses a version that cannot fit: a new one, or one with another spec."""
