@@ -182,7 +182,7 @@ class Coordinator:
     ) -> pb.DatasetInfo | None:
         """As `create`; None: a load that began later was faster; look again."""
         with self._changed:
-            if append and self._has_other_source(spec):
+            if append and self._versions.has_other_source(spec):
                 raise RequestError(
                     f"cannot append to {spec.name!r}: another write made or replaced its rows "
                     "meanwhile. Append again"
@@ -201,7 +201,7 @@ class Coordinator:
                 version.created > begun and version.pinned.key != planned.version.key
                 for version in self._versions.of_spec(spec)
             )
-            if overtaken or (append and self._has_other_source(spec)):
+            if overtaken or (append and self._versions.has_other_source(spec)):
                 planned.close()
                 return None
             version = self._versions.get(planned.version.key)
@@ -220,13 +220,6 @@ class Coordinator:
             if (base := self._versions.base_of(made)) is not None:
                 made.reuse(base, self._holdings(base).placement(base.num_shards or 0))
             return self._add(made, by)
-
-    def _has_other_source(self, spec: DatasetSpec) -> bool:
-        """Whether the newest version of this name that has not failed has another source."""
-        version = self._versions.find(spec.name)
-        if version is None or version.failure is not None:
-            return False
-        return version.pinned.spec.source != spec.source
 
     def _add(self, made: VersionRecord, by: Principal) -> pb.DatasetInfo:
         """Adds a version, or replaces a failed one. See `create` for the errors."""
@@ -895,7 +888,7 @@ class Coordinator:
     def _settle(self) -> None:
         """Updates readiness and failures, and forgets old versions and writes."""
         self._writes.end_old()
-        alive = self._membership.alive()
+        alive, since = self._membership.alive(), self._clock() - self._lease_s
         for key, version in list(self._versions.items()):
             if key not in self._versions:
                 continue  # forgotten in this loop
@@ -908,7 +901,7 @@ class Coordinator:
             if version.failure is None and version.extend_log(self._catalogue):
                 self._mark_changed(key)
             starts = version.row_starts()
-            expired = self._versions.expired(version, self._clock() - self._lease_s)
+            expired = self._versions.expired(version, since)
             if version.failure is not None or starts is None or (version.was_ready and not expired):
                 continue
             if version.pinned.keeps_every_row and starts[-1] != version.pinned.max_rows:

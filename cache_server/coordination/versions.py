@@ -53,7 +53,7 @@ class Versions(dict[VersionKey, VersionRecord]):
         return [
             version
             for key, version in self.items()
-            if dataset in (None, key.dataset)
+            if (dataset is None or key.dataset == dataset)
             and viewer.can_read(key.dataset, version.pinned.spec.readers)
         ]
 
@@ -65,7 +65,8 @@ class Versions(dict[VersionKey, VersionRecord]):
         Versions that failed come last.
         """
         named = self.seen_by(viewer, viewer.resolve(name))
-        return _newest_sound(v for v in named if fingerprint in ("", v.pinned.key.fingerprint))
+        meant = (v for v in named if fingerprint in ("", v.pinned.key.fingerprint))
+        return max(meant, key=_rank, default=None)
 
     def not_found(self, name: str, fingerprint: str, viewer: Viewer) -> CacheError:
         """The error for a viewer of a version that `find` does not find."""
@@ -80,9 +81,9 @@ class Versions(dict[VersionKey, VersionRecord]):
 
     def newest_of_each(self, viewer: Viewer) -> list[VersionRecord]:
         """The version that `find` returns of each dataset that a viewer sees, by name."""
-        names = sorted({viewer.shown(key.dataset) for key in self})
-        found = (self.find(name, viewer=viewer) for name in names)
-        return [version for version in found if version is not None]
+        ranked = sorted(self.seen_by(viewer), key=_rank)
+        last = {viewer.shown(version.pinned.key.dataset): version for version in ranked}
+        return [last[name] for name in sorted(last)]
 
     def of_spec(self, spec: DatasetSpec) -> Iterator[VersionRecord]:
         """The versions of a spec; its replicas, readers and secrets do not count."""
@@ -91,14 +92,22 @@ class Versions(dict[VersionKey, VersionRecord]):
             if version.pinned.spec.name == spec.name and _content(version.pinned.spec) == content:
                 yield version
 
+    def has_other_source(self, spec: DatasetSpec) -> bool:
+        """Whether the newest version of this name that has not failed has another source."""
+        version = self.find(spec.name)
+        if version is None or version.failure is not None:
+            return False
+        return version.pinned.spec.source != spec.source
+
     def of_write(self, write_id: str) -> VersionRecord | None:
         """The version that a write became, or a later one that has its rows."""
-        return _newest_sound(
+        found = (
             version
             for version in self.values()
             if write_id_of(version.pinned.spec) == write_id
             or (version.pinned.is_written and write_id in write_ids(version.pinned))
         )
+        return max(found, key=_rank, default=None)
 
     def readable(self, dataset: str, given: pb.Secrets, owner: str) -> list[VersionRecord]:
         """The versions whose shards a new one of this owner may share, the newest first."""
@@ -148,9 +157,9 @@ def newest(versions: Iterable[VersionRecord]) -> VersionRecord | None:
     return max(versions, key=lambda version: version.created, default=None)
 
 
-def _newest_sound(versions: Iterable[VersionRecord]) -> VersionRecord | None:
-    """The newest version that has not failed; else the newest one."""
-    return max(versions, key=lambda v: (v.failure is None, v.created), default=None)
+def _rank(version: VersionRecord) -> tuple[bool, int]:
+    """Ascending: versions that failed come first, then older ones."""
+    return version.failure is None, version.created
 
 
 def _content(spec: DatasetSpec) -> bytes:
