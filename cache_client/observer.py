@@ -8,6 +8,7 @@ window, or every half second.
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from collections import deque
@@ -174,8 +175,8 @@ class Observer:
             self._reporter.send(self.stats(), self.record(watched.this), watched.this)
 
     def _end(self, watched: Watched) -> None:
-        if os.getpid() != self._process:
-            return  # a copy of the iterator, in a fork
+        if os.getpid() != self._process or sys.is_finalizing():
+            return  # a copy of the iterator, in a fork; or no thread would send a report any more
         self._push(watched.this)
         record = self.record(watched.this)
         if self._reporter is not None and self._reports(watched.this):

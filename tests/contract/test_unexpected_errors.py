@@ -38,7 +38,8 @@ def broken(request: pytest.FixtureRequest) -> Any:
     def fail(*_: object, **__: object) -> NoReturn:
         raise request.param(f"by a defect, {ACCESS_KEY_ID} at {ADDRESS}/{quote(SECRET)}")
 
-    return SimpleNamespace(**dict.fromkeys(("attach", "create", "get", "describe"), fail))
+    verbs = dict.fromkeys(("attach", "create", "get", "describe"), fail)
+    return SimpleNamespace(**verbs, watch_backlog=lambda waiting_since: None)
 
 
 def assert_named(error: CacheError, log: str) -> None:

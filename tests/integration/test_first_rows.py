@@ -66,8 +66,13 @@ class LoadedInSteps:
     def is_loading(self) -> bool:
         return self.client.describe(self.name).state == "loading"
 
-    def wait_for_groups(self, count: int) -> None:
-        wait_until(lambda: len(self.log.groups) >= count, WAIT_S, f"{count} groups")
+    def wait_for_shards(self, count: int) -> None:
+        """Until so many are in the log, whose groups have one or more."""
+        wait_until(
+            lambda: sum(len(group.shards) for group in self.log.groups) >= count,
+            WAIT_S,
+            f"{count} shards in the log",
+        )
 
     def rows_of_the_log(self, seed: int = 0) -> list[int]:
         """All rows in the order that the log says: shuffled in each group."""
@@ -135,7 +140,7 @@ def test_ranks_that_begin_at_different_times_read_what_the_log_says(table: Loade
         assert len(first) == FILES * ROWS // 16
 
     table.release(3, 4)
-    table.wait_for_groups(4)
+    table.wait_for_shards(5)
     second = table.reader(rank=1, world_size=2, audit="states", seed=5)
     other = iter(second)
     ends = [rows_of([next(other)])]
@@ -205,7 +210,7 @@ def test_a_lost_node_and_a_restarted_coordinator_change_nothing(table: LoadedInS
     batches = iter(dataset)
     rows = rows_of(islice(batches, 2))
     state = dataset.state_dict()
-    table.wait_for_groups(2)
+    table.wait_for_shards(4)
     before = table.log
 
     coordinator.kill()
