@@ -117,6 +117,14 @@ def executable() -> str:
     return f"{_server_folder()}/bin/python"
 
 
+def environ() -> dict[str, str]:
+    """The environment of a fork whose own Python processes, such as nodes, are forks too.
+
+    Each has two processes: `executable`, whose process id its parent knows, and the fork.
+    """
+    return {**os.environ, "FORKED_PYTHON": executable()}
+
+
 def serve_forks(folder: str) -> None:
     """Lets nodes that are forks fork the process that reads their footers.
 

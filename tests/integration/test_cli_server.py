@@ -38,13 +38,14 @@ ROW_SCHEMA = pa.schema([pa.field("row", pa.int64())])
 class Server:
     """A running ``cache-server``, and the line that it printed when it listened."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, *arguments: str, env: dict[str, str] | None = None) -> None:
         self.process = forked_python.Popen(
             [sys.executable, "-m", "cache_server", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            env=env,
         )
 
     def wait_until_listening(self) -> dict[str, object]:
@@ -63,8 +64,8 @@ class Server:
 
 
 @contextmanager
-def server(*arguments: str) -> Iterator[Server]:
-    made = Server(*arguments)
+def server(*arguments: str, env: dict[str, str] | None = None) -> Iterator[Server]:
+    made = Server(*arguments, env=env)
     try:
         yield made
     finally:
@@ -77,6 +78,7 @@ def refused(*arguments: str, code: int) -> str:
     done = forked_python.run(
         [sys.executable, "-m", "cache_server", *arguments],
         stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False,
+        env=forked_python.environ(),
     )  # fmt: skip
     assert done.returncode == code, done.stderr
     assert done.stdout == ""
@@ -95,6 +97,7 @@ def test_a_signal_ends_a_node_in_order_and_what_it_printed_was_one_line(
 ) -> None:
     with server("serve", "--cache-dir", str(tmp_path / "cache"), *FREE_PORTS) as node:
         ready = node.wait_until_listening()
+        assert ready["pid"] == node.process.pid
         code, output, errors = node.end(number)
 
     assert set(ready) == {"event", "flight", "control", "http", "node_id", "pid"}
@@ -351,7 +354,7 @@ def test_a_local_cache_ends_without_a_process_or_a_file_left(
 ) -> None:
     spec = tmp_path / "spec.yaml"
     spec.write_text(f"name: table\nsource: {write_numbered(tmp_path / 'source', 20)}\n")
-    with server("local", "--nodes", "2", "--load", str(spec)) as local:
+    with server("local", "--nodes", "2", "--load", str(spec), env=forked_python.environ()) as local:
         ready = local.wait_until_listening()
         nodes = node_processes(local.process.pid)
         directories = cache_dirs(nodes)
@@ -374,7 +377,9 @@ def test_a_local_cache_ends_without_a_process_or_a_file_left(
 def test_a_local_cache_tells_of_a_node_that_ends_and_goes_on(
     tmp_path: Path, index: int, role: str
 ) -> None:
-    with server("local", "--nodes", "2", "--cache-dir", str(tmp_path)) as local:
+    with server(
+        "local", "--nodes", "2", "--cache-dir", str(tmp_path), env=forked_python.environ()
+    ) as local:
         node = local.wait_until_listening()["nodes"][index]  # type: ignore[index]
         assert local.process.stderr is not None
         os.kill(node["pid"], signal.SIGKILL)
@@ -399,9 +404,10 @@ def test_a_local_cache_shows_on_a_terminal_how_far_its_load_is(tmp_path: Path) -
             while piece := os.read(terminal, 4096):
                 screen.extend(piece)
 
-    with subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=standard_error
-    ) as process:
+    with forked_python.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=standard_error,
+        env=forked_python.environ(),
+    ) as process:  # fmt: skip
         os.close(standard_error)
         reader = threading.Thread(target=read_screen)
         reader.start()
@@ -422,6 +428,7 @@ def test_a_local_cache_that_is_interrupted_while_it_loads_ends_at_once(tmp_path:
     pq.write_table(pa.table({"x": pa.array(range(rows), pa.int64())}), tmp_path / "t.parquet")
     spec = tmp_path / "spec.yaml"
     spec.write_text(f"name: table\nsource: {tmp_path / 't.parquet'}\n")
+    # An executed node: to suspend one that is forked suspends only what stands for it.
     with server("local", "--nodes", "1", "--load", str(spec)) as local:
         nodes = wait_until(lambda: node_processes(local.process.pid), WAIT_S, "a node")
         suspend(nodes[0])  # whatever it does, it does not come to an end
@@ -476,7 +483,9 @@ def test_every_bad_setting_of_a_local_cache_is_named_at_once() -> None:
 
 
 def test_a_local_cache_keeps_the_directory_it_is_given(tmp_path: Path) -> None:
-    with server("local", "--cache-dir", str(tmp_path / "cache")) as local:
+    with server(
+        "local", "--cache-dir", str(tmp_path / "cache"), env=forked_python.environ()
+    ) as local:
         local.wait_until_listening()
         assert local.end(signal.SIGINT)[0] == 0
     assert (tmp_path / "cache" / "node-0" / ".node-id").exists()

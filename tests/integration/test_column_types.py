@@ -16,6 +16,7 @@ import pytest
 from cache_client import CacheClient, DatasetSpec
 from cache_protocol.errors import LoadError, RequestError
 from cache_server import LocalCluster
+from tests import forked_python
 
 ROWS = 3000
 WAIT_S = 30.0
@@ -123,21 +124,11 @@ def test_cachectl_loads_and_plans_a_spec_with_types(
     spec.write_text(f"name: sales\nsource: {path}\ntypes: {{price: float32, zip: string}}\n")
 
     for command in (["plan", spec], ["load", spec], ["describe", "sales"]):
-        done = subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                "cache_client",
-                *command,
-                "--endpoint",
-                nodes.endpoint,
-                "--json",
-            ],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            stdin=subprocess.DEVNULL,
-        )
+        done = forked_python.run(
+            [sys.executable, "-m", "cache_client", *command,
+             "--endpoint", nodes.endpoint, "--json"],
+            capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL,
+        )  # fmt: skip
         assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["columns"]["price"] == "float32"
     CacheClient(nodes.endpoint).drop("sales")

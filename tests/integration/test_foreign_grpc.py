@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -92,7 +91,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     def run(program: str, start: Callable[..., Any] = forked_python.run) -> Any:
         file = folder / "program.py"
         file.write_text(program)
-        environment = {**os.environ, "FORKED_PYTHON": forked_python.executable()}
+        environment = forked_python.environ()
         done = start(
             [sys.executable, str(file), cluster.endpoint], capture_output=True, timeout=100,
             text=True, env=environment,

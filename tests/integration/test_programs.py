@@ -30,77 +30,13 @@ FREE_PORTS = ["--flight-port", "0", "--control-port", "0", "--http-port", "0"]
 
 
 def run(*arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
-    environment = {k: v for k, v in os.environ.items() if k != "CACHE_ENDPOINT"}
+    environment = {k: v for k, v in forked_python.environ().items() if k != "CACHE_ENDPOINT"}
     run_program = forked_python.run if arguments[0] == sys.executable else subprocess.run
     done = run_program(
         arguments, capture_output=True, text=True, timeout=60, check=False, env=environment
     )
     assert done.returncode == code, done.stderr
     return done
-
-
-def test_a_node_prints_its_ports_in_one_line_and_ends_in_order_on_sigterm(tmp_path: Path) -> None:
-    ports = ["--flight-port", "0", "--control-port", "0", "--http-port", "0"]
-    with forked_python.Popen(
-        [*SERVER, "serve", "--cache-dir", str(tmp_path / "c"), *ports],
-        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-    ) as process:  # fmt: skip
-        assert process.stdout is not None
-        ready = json.loads(process.stdout.readline())
-        assert ready["pid"] == process.pid
-        (node,) = CacheClient(ready["flight"]).nodes()
-        assert node.id == ready["node_id"]
-        process.terminate()
-        assert process.wait(15) == 0
-        assert process.stdout.read() == ""
-
-
-def test_bad_settings_are_quoted_together_and_exit_with_78(tmp_path: Path) -> None:
-    done = run(
-        *SERVER, "serve", "--cache-dir", str(tmp_path), "--flight-port", "70000",
-        "--memory-limit", "much", "--coordinator", "nowhere", code=78,
-    )  # fmt: skip
-    for value in ("70000", "much", "nowhere"):
-        assert value in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-def test_a_local_cache_loads_a_spec_and_leaves_no_process_behind(tmp_path: Path) -> None:
-    source = write_numbered(tmp_path / "t", 50, files=2)
-    spec = tmp_path / "spec.yaml"
-    spec.write_text(f"name: table\nsource: {source}\n")
-    with forked_python.Popen(
-        [*SERVER, "local", "--nodes", "2", "--load", str(spec)],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    ) as process:  # fmt: skip
-        assert process.stdout is not None
-        ready = json.loads(process.stdout.readline())
-        assert CacheClient(ready["endpoint"]).describe("table").num_rows == 50
-        process.send_signal(signal.SIGINT)
-        assert process.wait(30) == 0
-    assert not any(psutil.pid_exists(node["pid"]) for node in ready["nodes"])
-
-
-def test_a_local_cache_whose_spec_cannot_be_loaded_says_why(tmp_path: Path) -> None:
-    spec = tmp_path / "spec.yaml"
-    spec.write_text("name: table\nsource: /not/there.parquet\n")
-    assert "/not/there.parquet" in run(*SERVER, "local", "--load", str(spec), code=65).stderr
-
-
-def test_nodes_and_their_files_do_not_outlive_a_parent_that_is_killed() -> None:
-    program = (
-        "from cache_server import LocalCluster; c = LocalCluster(2); import json, time; "
-        "print(json.dumps([str(c.cache_dir), [n.pid for n in c.nodes]]), flush=True); "
-        "time.sleep(600)"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        directory, pids = json.loads(process.stdout.readline())
-        process.kill()
-    wait_until(lambda: not any(map(psutil.pid_exists, pids)), 30.0, "the nodes end")
-    wait_until(lambda: not Path(directory).exists(), 10.0, "their directory is gone")
 
 
 @pytest.mark.parametrize(("begun", "listening"), [(1, 0), (2, 0), (2, 1)])
@@ -134,9 +70,10 @@ really_begin, really_wait = LocalNode.begin, LocalNode.wait_until_listening
 LocalNode.begin, LocalNode.wait_until_listening = begin, wait
 LocalCluster(2)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, timeout=60, check=False
-    )
+    done = forked_python.run(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, timeout=60, check=False,
+        env=forked_python.environ(),
+    )  # fmt: skip
     directory, pids = json.loads(done.stdout)
     wait_until(lambda: not any(map(psutil.pid_exists, pids)), 30.0, "the nodes end")
     assert not Path(directory).exists()
@@ -148,9 +85,10 @@ def test_nodes_and_their_files_do_not_outlive_a_killed_parent_though_its_forks_d
         "fork = os.fork() or time.sleep(600); "
         "print(json.dumps([str(c.cache_dir), c.nodes[0].pid, fork]), flush=True); time.sleep(600)"
     )
-    with subprocess.Popen(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True
-    ) as process:
+    with forked_python.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True,
+        env=forked_python.environ(),
+    ) as process:  # fmt: skip
         assert process.stdout is not None
         directory, node, fork = json.loads(process.stdout.readline())
         process.kill()

@@ -329,7 +329,7 @@ def test_an_interrupted_job_leaves_no_process_and_no_file(rows: Path, run: Run) 
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env={**os.environ, "FORKED_PYTHON": forked_python.executable()},
+        env=forked_python.environ(),
     )
     try:
         assert process.stdout is not None
