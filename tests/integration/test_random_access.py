@@ -43,11 +43,13 @@ WAIT_S = 30.0
 GUIDE = Path(__file__).resolve().parents[2] / "docs" / "reading.md"
 
 
-@pytest.fixture
-def table(client: CacheClient, dataset_name: str, tmp_path: Path) -> str:
-    source = write_numbered(tmp_path / "t", ROWS, files=3, row_group_size=97)
-    client.load(DatasetSpec(dataset_name, source, target_shard_bytes=4_000))
-    return dataset_name
+@pytest.fixture(scope="module")
+def table(cluster: LocalCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    source = write_numbered(tmp_path_factory.mktemp("t"), ROWS, files=3, row_group_size=97)
+    client = CacheClient(cluster.endpoint)
+    client.load(DatasetSpec("rows-by-number", source, target_shard_bytes=4_000))
+    yield "rows-by-number"
+    client.drop("rows-by-number")
 
 
 @pytest.fixture(params=[True, False], ids=["local", "flight"])
