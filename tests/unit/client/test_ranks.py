@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +24,7 @@ from cache_client.ranks import (
     find_ready_deadline_s,
 )
 from cache_protocol.errors import ConfigError
+from tests import forked_python
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4"}
 TRAINER = {"PET_NODE_RANK": "1", "PET_NNODES": "2"}
@@ -400,7 +400,7 @@ print(json.dumps(found))
 
 
 def test_the_data_parallel_rank_is_found_in_meshes_and_groups() -> None:
-    done = subprocess.run(
+    done = forked_python.run(
         [sys.executable, "-c", MESHES], capture_output=True, text=True, timeout=100, check=True
     )
     for rank, (ranks, dimensions, refused) in enumerate(json.loads(done.stdout)):

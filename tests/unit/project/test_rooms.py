@@ -526,50 +526,35 @@ def run_python(source: str) -> None:
     assert done.returncode == 0, f"\n{source}\n{done.stdout}{done.stderr}"
 
 
-@pytest.mark.parametrize(
-    "module", ["cache_server", "cache_server.node.node", "cache_server.__main__"]
-)
-def test_the_server_starts_without_torch(module: str) -> None:
-    path = ROOT / module.replace(".", "/")
-    if not (path.with_suffix(".py").exists() or (path / "__init__.py").exists()):
-        pytest.skip(f"{module} does not exist")
-    run_python(f"import sys; sys.modules['torch'] = None; import {module}")
-
-
-def test_the_client_starts_without_the_server() -> None:
-    if not (ROOT / "cache_client/__init__.py").exists():
-        pytest.skip("cache_client does not exist")
+def test_the_server_starts_without_torch_and_imports_rich_when_it_is_used() -> None:
     run_python(
-        "import sys, cache_client\n"
-        "found = {'datafusion', 'cache_server'} & sys.modules.keys()\n"
-        "assert not found, f'import cache_client imports {found}'"
+        "import sys; sys.modules['torch'] = None\n"
+        "import cache_server, cache_server.node.node, cache_server.server\n"
+        "assert 'rich' not in sys.modules\n"
+        "import cache_server.__main__"
     )
-    run_python("import sys; sys.modules['datafusion'] = None; import cache_client")
+
+
+def test_whoever_only_loads_datasets_needs_neither_the_server_nor_torch() -> None:
+    run_python(
+        "import sys; sys.modules['torch'] = None\n"
+        "import cache_client\n"
+        "found = {'datafusion', 'cache_server'} & sys.modules.keys()\n"
+        "assert not found, f'import cache_client imports {found}'\n"
+        "import cache_client.__main__\n"
+        "assert cache_client.CacheClient"
+    )
 
 
 def test_datafusion_is_loaded_when_a_node_starts_and_its_allocator_has_been_told_how() -> None:
     run_python("import sys; sys.modules['datafusion'] = None; import cache_server.__main__")
 
 
-def test_whoever_only_loads_datasets_needs_no_torch() -> None:
+def test_a_dataset_imports_what_most_processes_never_use_when_it_is_used() -> None:
     run_python(
-        "import sys; sys.modules['torch'] = None\n"
-        "import cache_client, cache_client.__main__\n"
-        "assert cache_client.CacheClient"
-    )
-
-
-@pytest.mark.parametrize(
-    ("module", "later"),
-    [("cache_client.dataset", {"pydantic", "rich"}), ("cache_server.server", {"rich"})],
-)
-def test_what_most_processes_never_use_is_imported_when_it_is_used(
-    module: str, later: set[str]
-) -> None:
-    run_python(
-        f"import sys, {module}\n"
-        f"found = {later} & sys.modules.keys()\n"
-        f"assert not found, f'import {module} imports {{found}}'"
+        "import sys, cache_client.dataset\n"
+        "found = {'pydantic', 'rich'} & sys.modules.keys()\n"
+        "assert not found, f'import cache_client.dataset imports {found}'"
     )
 
 
