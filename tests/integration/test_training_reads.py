@@ -58,6 +58,15 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_numbered(directory, ROWS, files=3, row_group_size=97)
 
 
+@pytest.fixture(scope="module")
+def table(cluster: LocalCluster, source: Path) -> Iterator[str]:
+    """The table on the two nodes of all tests, of which a test only reads."""
+    spec = DatasetSpec("training-reads", source, target_shard_bytes=SHARD_BYTES)
+    load_everywhere(cluster, spec)
+    yield spec.name
+    CacheClient(cluster.endpoint).drop(spec.name)
+
+
 @pytest.fixture(scope="module", params=[(1, 1), (2, 1), (3, 1), (2, 2), (3, 2)])
 def nodes_and_replicas(request: pytest.FixtureRequest) -> tuple[int, int]:
     of_cluster: tuple[int, int] = request.param
@@ -102,11 +111,10 @@ def test_rows_over_step_and_rank_do_not_depend_on_ranks_workers_nodes_or_replica
 
 
 def test_rows_over_step_and_rank_do_not_depend_on_other_numbers_of_ranks_and_workers(
-    cluster: LocalCluster, source: Path, dataset_name: str
+    cluster: LocalCluster, table: str
 ) -> None:
-    load_everywhere(cluster, DatasetSpec(dataset_name, source, target_shard_bytes=SHARD_BYTES))
     for ranks, workers in OTHERS:
-        check_order(cluster.endpoint, dataset_name, ranks, workers, ranks + workers)
+        check_order(cluster.endpoint, table, ranks, workers, ranks + workers)
 
 
 def check_order(endpoint: str, name: str, ranks: int, workers: int, number: int) -> None:
@@ -196,11 +204,10 @@ def test_new_processes_with_another_world_size_and_workers_go_on_at_the_next_row
 
 
 def test_the_length_is_of_a_whole_epoch_also_in_the_middle_of_one(
-    cluster: LocalCluster, client: CacheClient, dataset_name: str, source: Path
+    cluster: LocalCluster, table: str
 ) -> None:
-    client.load(DatasetSpec(dataset_name, source, target_shard_bytes=SHARD_BYTES))
     dataset = CacheIterableDataset(
-        dataset_name, endpoint=cluster.endpoint, batch_size=64, columns=["row"], shuffle=True
+        table, endpoint=cluster.endpoint, batch_size=64, columns=["row"], shuffle=True
     )
     whole = -(-ROWS // 64)
     assert (len(dataset), dataset.steps_left) == (whole, whole)
@@ -215,12 +222,11 @@ def test_the_length_is_of_a_whole_epoch_also_in_the_middle_of_one(
 
 
 def test_what_is_set_before_the_first_batch_of_an_iterator_counts(
-    cluster: LocalCluster, client: CacheClient, dataset_name: str, source: Path
+    cluster: LocalCluster, table: str
 ) -> None:
     """As Lightning does it: it makes the iterator, then tells the epoch."""
-    client.load(DatasetSpec(dataset_name, source, target_shard_bytes=SHARD_BYTES))
     dataset = CacheIterableDataset(
-        dataset_name, endpoint=cluster.endpoint, batch_size=64, columns=["row"], shuffle=True
+        table, endpoint=cluster.endpoint, batch_size=64, columns=["row"], shuffle=True
     )
     order = EpochOrder(ROWS, shuffle=True, epoch=1).row_ids(np.arange(ROWS)).tolist()
     batches = iter(DataLoader(dataset, batch_size=None))
@@ -237,16 +243,11 @@ def test_what_is_set_before_the_first_batch_of_an_iterator_counts(
 @pytest.mark.parametrize(("workers", "live_on"), [(0, False), (2, False), (2, True)])
 def test_a_second_pass_over_a_resumed_epoch_tells_its_own_state(
     cluster: LocalCluster,
-    client: CacheClient,
-    dataset_name: str,
-    source: Path,
+    table: str,
     workers: int,
     live_on: bool,
 ) -> None:
-    client.load(DatasetSpec(dataset_name, source, target_shard_bytes=SHARD_BYTES))
-    dataset = CacheIterableDataset(
-        dataset_name, endpoint=cluster.endpoint, batch_size=10, columns=["row"]
-    )
+    dataset = CacheIterableDataset(table, endpoint=cluster.endpoint, batch_size=10, columns=["row"])
     dataset.load_state_dict(dataset.state_dict(steps=50))
     loader = DataLoader(dataset, batch_size=None, num_workers=workers, persistent_workers=live_on)
     for _ in loader:
@@ -261,12 +262,11 @@ def test_a_second_pass_over_a_resumed_epoch_tells_its_own_state(
 
 @pytest.mark.parametrize("taken", [None, 1, 2], ids=["a whole pass", "a look", "broken off"])
 def test_passes_that_torch_is_seeded_alike_for_are_told_apart(
-    cluster: LocalCluster, client: CacheClient, dataset_name: str, source: Path, taken: int | None
+    cluster: LocalCluster, table: str, taken: int | None
 ) -> None:
     """A resumed pass is one; a look at one batch leaves the state to the next pass."""
-    client.load(DatasetSpec(dataset_name, source, target_shard_bytes=SHARD_BYTES))
     dataset = CacheIterableDataset(
-        dataset_name, endpoint=cluster.endpoint, batch_size=100, columns=["row"]
+        table, endpoint=cluster.endpoint, batch_size=100, columns=["row"]
     )
     state = dataset.state_dict(steps=15)
     loader = DataLoader(dataset, batch_size=None, num_workers=2)
@@ -286,12 +286,11 @@ def test_passes_that_torch_is_seeded_alike_for_are_told_apart(
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_pass_without_a_step_leaves_nothing_of_its_epoch_whoever_reads(
-    cluster: LocalCluster, client: CacheClient, dataset_name: str, source: Path, workers: int
+    cluster: LocalCluster, table: str, workers: int
 ) -> None:
     """Where fewer rows are left than a step has, and a short one is left out."""
-    client.load(DatasetSpec(dataset_name, source, target_shard_bytes=SHARD_BYTES))
     dataset = CacheIterableDataset(
-        dataset_name, endpoint=cluster.endpoint, batch_size=10, columns=["row"], drop_last=True
+        table, endpoint=cluster.endpoint, batch_size=10, columns=["row"], drop_last=True
     )
     dataset.load_state_dict({**dataset.state_dict(), "epoch": 4, "rows_consumed": ROWS - 3})
     assert rows_of(dataset, workers) == []
@@ -301,12 +300,9 @@ def test_a_pass_without_a_step_leaves_nothing_of_its_epoch_whoever_reads(
     assert (dataset.epoch, dataset.steps_left) == (5, 0)
 
 
-def test_a_shallow_copy_of_a_dataset_goes_on_by_itself(
-    cluster: LocalCluster, client: CacheClient, dataset_name: str, source: Path
-) -> None:
-    client.load(DatasetSpec(dataset_name, source, target_shard_bytes=SHARD_BYTES))
+def test_a_shallow_copy_of_a_dataset_goes_on_by_itself(cluster: LocalCluster, table: str) -> None:
     dataset = CacheIterableDataset(
-        dataset_name, endpoint=cluster.endpoint, batch_size=100, columns=["row"], shuffle=True
+        table, endpoint=cluster.endpoint, batch_size=100, columns=["row"], shuffle=True
     )
     dataset.set_epoch(3)
     dataset.load_state_dict(dataset.state_dict(steps=2))
@@ -319,13 +315,10 @@ def test_a_shallow_copy_of_a_dataset_goes_on_by_itself(
 
 
 def test_reading_leaves_the_random_numbers_of_the_program_alone(
-    cluster: LocalCluster, client: CacheClient, dataset_name: str, source: Path
+    cluster: LocalCluster, table: str
 ) -> None:
-    client.load(DatasetSpec(dataset_name, source, target_shard_bytes=SHARD_BYTES))
     before = random.getstate()
-    dataset = CacheIterableDataset(
-        dataset_name, endpoint=cluster.endpoint, batch_size=64, shuffle=True
-    )
+    dataset = CacheIterableDataset(table, endpoint=cluster.endpoint, batch_size=64, shuffle=True)
     for _ in dataset:
         pass
     assert random.getstate() == before
@@ -333,13 +326,11 @@ def test_reading_leaves_the_random_numbers_of_the_program_alone(
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_stateful_data_loader_resumes_in_the_middle_and_the_next_epoch_is_whole(
-    cluster: LocalCluster, client: CacheClient, dataset_name: str, source: Path, workers: int
+    cluster: LocalCluster, table: str, workers: int
 ) -> None:
-    client.load(DatasetSpec(dataset_name, source, target_shard_bytes=SHARD_BYTES))
-
     def make() -> tuple[CacheIterableDataset, StatefulDataLoader]:
         dataset = CacheIterableDataset(
-            dataset_name, endpoint=cluster.endpoint, batch_size=64, columns=["row"], shuffle=True
+            table, endpoint=cluster.endpoint, batch_size=64, columns=["row"], shuffle=True
         )
         return dataset, StatefulDataLoader(dataset, batch_size=None, num_workers=workers)
 
@@ -362,18 +353,15 @@ def test_a_stateful_data_loader_resumes_in_the_middle_and_the_next_epoch_is_whol
 @pytest.mark.parametrize("before", ["an earlier epoch", "batches looked at", "a resumed pass"])
 def test_a_checkpoint_after_one_batch_of_a_later_pass_loses_and_repeats_no_row(
     cluster: LocalCluster,
-    client: CacheClient,
-    dataset_name: str,
-    source: Path,
+    table: str,
     workers: int,
     before: str,
 ) -> None:
     """A worker tells its first state before its first batch: it is that of the pass it begins."""
-    client.load(DatasetSpec(dataset_name, source, target_shard_bytes=SHARD_BYTES))
 
     def make() -> tuple[CacheIterableDataset, StatefulDataLoader]:
         dataset = CacheIterableDataset(
-            dataset_name, endpoint=cluster.endpoint, batch_size=64, columns=["row"], shuffle=True
+            table, endpoint=cluster.endpoint, batch_size=64, columns=["row"], shuffle=True
         )
         live_on = before == "an earlier epoch"
         return dataset, StatefulDataLoader(
@@ -428,14 +416,11 @@ def begun_here(monkeypatch: pytest.MonkeyPatch) -> list[threading.Thread | Conne
 
 def test_a_pass_begins_with_its_iterator_which_opens_nothing_before_its_first_batch(
     cluster: LocalCluster,
-    client: CacheClient,
-    dataset_name: str,
-    source: Path,
+    table: str,
     begun_here: list[threading.Thread | Connection],
 ) -> None:
-    client.load(DatasetSpec(dataset_name, source, target_shard_bytes=SHARD_BYTES))
     dataset = CacheIterableDataset(
-        dataset_name, endpoint=cluster.endpoint, batch_size=64, columns=["row"], local=False
+        table, endpoint=cluster.endpoint, batch_size=64, columns=["row"], local=False
     )
     assert len(list(dataset)) == 32 and begun_here
     begun_here.clear()
@@ -457,18 +442,14 @@ def test_a_pass_begins_with_its_iterator_which_opens_nothing_before_its_first_ba
 )
 def test_the_state_of_a_worker_is_refused_by_others_and_that_of_the_order_is_not(
     cluster: LocalCluster,
-    client: CacheClient,
-    dataset_name: str,
-    source: Path,
+    table: str,
     workers_after: int,
     batch_size_after: int,
     quoted: str,
 ) -> None:
-    client.load(DatasetSpec(dataset_name, source, target_shard_bytes=SHARD_BYTES))
-
     def make(batch_size: int) -> CacheIterableDataset:
         return CacheIterableDataset(
-            dataset_name, endpoint=cluster.endpoint, batch_size=batch_size, columns=["row"]
+            table, endpoint=cluster.endpoint, batch_size=batch_size, columns=["row"]
         )
 
     dataset = make(31)
@@ -517,16 +498,13 @@ class _GoesOn(IterableDataset[Any]):
 @pytest.mark.parametrize("device", [None, "cpu"])
 def test_an_iterator_that_goes_on_in_a_child_of_a_fork_is_refused_and_the_parent_goes_on(
     cluster: LocalCluster,
-    client: CacheClient,
-    dataset_name: str,
-    source: Path,
+    table: str,
     device: str | None,
     local: bool,
 ) -> None:
     """The threads that fetch are in the parent alone: the child waited for them for ever."""
-    client.load(DatasetSpec(dataset_name, source, target_shard_bytes=SHARD_BYTES))
     dataset = CacheIterableDataset(
-        dataset_name, endpoint=cluster.endpoint, batch_size=64, columns=["row"], device=device,
+        table, endpoint=cluster.endpoint, batch_size=64, columns=["row"], device=device,
         local=local, message_bytes=1, prefetch_batches=1,
     )  # fmt: skip
     steps = iter(dataset)
@@ -542,15 +520,12 @@ def test_an_iterator_that_goes_on_in_a_child_of_a_fork_is_refused_and_the_parent
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))])
 def test_a_duplicate_of_a_dataset_follows_set_epoch_in_workers_that_live_on(
     cluster: LocalCluster,
-    client: CacheClient,
-    dataset_name: str,
-    source: Path,
+    table: str,
     duplicate: Callable[[CacheIterableDataset], CacheIterableDataset],
 ) -> None:
-    client.load(DatasetSpec(dataset_name, source, target_shard_bytes=SHARD_BYTES))
     dataset = duplicate(
         CacheIterableDataset(
-            dataset_name, endpoint=cluster.endpoint, batch_size=100, columns=["row"], shuffle=True
+            table, endpoint=cluster.endpoint, batch_size=100, columns=["row"], shuffle=True
         )
     )
     loader = DataLoader(dataset, batch_size=None, num_workers=2, persistent_workers=True)
@@ -581,16 +556,13 @@ def _train_alone(
 @pytest.mark.parametrize(("method", "workers"), [("fork", 0), ("fork", 1), ("spawn", 1)])
 def test_processes_that_train_with_one_dataset_each_go_on_by_themselves(
     cluster: LocalCluster,
-    client: CacheClient,
-    dataset_name: str,
-    source: Path,
+    table: str,
     method: str,
     workers: int,
 ) -> None:
     """They shared epoch and offset, as workers do: one read the epoch that the other had set."""
-    client.load(DatasetSpec(dataset_name, source, target_shard_bytes=SHARD_BYTES))
     dataset = CacheIterableDataset(
-        dataset_name, endpoint=cluster.endpoint, batch_size=100, columns=["row"], shuffle=True
+        table, endpoint=cluster.endpoint, batch_size=100, columns=["row"], shuffle=True
     )
     dataset.load_state_dict({**dataset.state_dict(), "rows_consumed": 1_500})
     context: Any = torch.multiprocessing.get_context(method)
@@ -618,11 +590,10 @@ def test_processes_that_train_with_one_dataset_each_go_on_by_themselves(
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_workers_that_live_on_follow_set_epoch(
-    cluster: LocalCluster, client: CacheClient, dataset_name: str, source: Path, method: str
+    cluster: LocalCluster, table: str, method: str
 ) -> None:
-    client.load(DatasetSpec(dataset_name, source, target_shard_bytes=SHARD_BYTES))
     dataset = CacheIterableDataset(
-        dataset_name, endpoint=cluster.endpoint, batch_size=100, columns=["row"], shuffle=True
+        table, endpoint=cluster.endpoint, batch_size=100, columns=["row"], shuffle=True
     )
     assert sum(len(batch["row"]) for batch in dataset) == ROWS  # the main process has read, too
     loader = DataLoader(
