@@ -8,6 +8,7 @@ Prints a JSON object: case -> what each rank saw, or the error that it got.
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
@@ -416,6 +417,8 @@ def snippets_of_the_page() -> Any:
 def main() -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
+    gc.collect()
+    gc.freeze()  # otherwise a collection in a fork, such as a worker, copies every page
     rank = int(os.fork() == 0)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(WORLD_SIZE)}
     store = dist.FileStore(str(FOLDER / "store"), WORLD_SIZE)
