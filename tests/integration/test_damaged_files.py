@@ -7,7 +7,7 @@ from pathlib import Path
 from tests import damaged_files
 from tests.object_store import S3Server
 
-CASES, IN_A_STORE = 460, 40
+CASES, IN_A_STORE = 240, 40
 
 
 def test_a_damaged_file_is_read_or_refused_by_name_and_ends_no_process(tmp_path: Path) -> None:

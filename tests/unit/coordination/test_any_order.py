@@ -370,5 +370,5 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_what_a_user_may_rely_on_holds_in_any_order(source: Path) -> None:
     run_state_machine_as_test(
         partial(AnyOrder, source),
-        settings=settings(max_examples=60, stateful_step_count=30),
+        settings=settings(max_examples=40, stateful_step_count=30),
     )

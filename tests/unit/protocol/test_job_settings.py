@@ -3,7 +3,7 @@ import re
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cache_protocol.errors import ConfigError
@@ -536,7 +536,6 @@ ODD = st.sampled_from(
 )
 
 
-@settings(max_examples=200)
 @given(st.dictionaries(st.sampled_from(VARIABLES), ODD | st.text(max_size=8)))
 def test_any_environment_is_a_spec_or_a_config_error_without_secrets(
     environ: dict[str, str],

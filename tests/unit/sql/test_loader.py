@@ -424,6 +424,17 @@ def test_a_fraction_in_a_column_that_is_not_read_does_not_matter(tmp_path: Path)
     assert sum(batch.num_rows for batch in batches) == 1501
 
 
+@pytest.fixture(scope="module")
+def many_lines(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[Path, list[tuple[int, list[str]]]]:
+    """A file of more lines than a batch has rows, and the values of ``a`` and ``t`` in it."""
+    rows = [(a, [f"{a}-{i}" * 10 for i in range(a % 3)]) for a in range(40_000)]
+    path = tmp_path_factory.mktemp("lines") / "a.json"
+    path.write_text("".join(f"{json.dumps({'a': a, 't': t, 'b': 1.5})}\n" for a, t in rows))
+    return path, rows
+
+
 @pytest.mark.parametrize(
     ("sql", "wanted"),
     [
@@ -435,11 +446,12 @@ def test_a_fraction_in_a_column_that_is_not_read_does_not_matter(tmp_path: Path)
 )
 @pytest.mark.parametrize("parts", [1, 3])
 def test_a_query_over_json_is_answered_some_rows_at_a_time_in_their_order(
-    tmp_path: Path, sql: str, wanted: Callable[[int, list[str]], list[Any]], parts: int
+    many_lines: tuple[Path, list[tuple[int, list[str]]]],
+    sql: str,
+    wanted: Callable[[int, list[str]], list[Any]],
+    parts: int,
 ) -> None:
-    rows = [(a, [f"{a}-{i}" * 10 for i in range(a % 3)]) for a in range(70_000)]
-    path = tmp_path / "a.json"
-    path.write_text("".join(f"{json.dumps({'a': a, 't': t, 'b': 1.5})}\n" for a, t in rows))
+    path, rows = many_lines
     schema = infer_json(path, str(path), max_bytes=1000)
     columns = tuple(name for name in schema.names if name in re.findall(r"\w+", sql))
     table = PinnedTable("source", "json", schema, columns=columns)

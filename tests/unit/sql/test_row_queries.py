@@ -220,7 +220,7 @@ def test_conditions_with_lists_keep_the_rows_that_duckdb_keeps() -> None:
     rows = pa.table(
         {"x": pa.array([None, 0, 1, 2, 3, 4], pa.int32()), "y": pa.array([1, 1, None, 2, 3, 3])}
     )
-    conditions = [condition(draw.choice([2, 3])) for _ in range(150)]
+    conditions = [condition(draw.choice([2, 3])) for _ in range(80)]
     with duckdb.connect() as connection:
         connection.register("rows", rows)
         kept = connection.execute(f"SELECT {', '.join(conditions)} FROM rows").fetchall()

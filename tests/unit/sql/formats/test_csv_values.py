@@ -93,7 +93,6 @@ def test_a_number_is_the_one_that_python_reads(path: Path, text: str) -> None:
     assert number is None or repr(number.as_py()) == repr(float(text)).replace("-nan", "nan")
 
 
-@settings(max_examples=200)
 @given(text=TIMES, unit=st.sampled_from([*UNITS, "day"]))
 def test_a_time_is_exactly_the_one_that_stands_there(path: Path, text: str, unit: str) -> None:
     dtype = pa.date32() if unit == "day" else pa.timestamp(unit)

@@ -72,7 +72,7 @@ def _sorted(dtype: pa.DataType) -> str:
     return f"[{_sorted(dtype.value_type)}]" if pa.types.is_list(dtype) else str(dtype)
 
 
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(lines=LINES, other=LINES, data=st.data())
 @example(lines=[GOOD, '{"s": "a\tb"}'], other=[GOOD], data=None)
 def test_shuffled_lines_and_renamed_files_give_the_same_rows_or_refusal(
