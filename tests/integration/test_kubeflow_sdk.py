@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import textwrap
 import zipfile
 from collections.abc import Iterator
@@ -293,7 +296,7 @@ name = client.train(
     trainer=CustomTrainer(
         func=train,
         func_args={"dataset": dataset},
-        packages_to_install=[f"torch @ {wheel}"] if wheel else None,
+        packages_to_install=[f"torch @ {wheel}"],
         pip_index_urls=["file:///nowhere"],
         env={"CACHE_ENDPOINT": endpoint, "PYTHONPATH": path, "TMPDIR": os.environ["TMPDIR"]},
     ),
@@ -359,10 +362,21 @@ def test_the_local_backend_of_the_sdk_reads_a_cache_that_its_environment_names(
     assert not {"PYTEST_CURRENT_TEST", "HOME"} & {*told["environment"]}
 
 
-@pytest.mark.timeout(240)
 def test_the_local_backend_of_the_sdk_has_no_torchrun_unless_torch_is_installed(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    status, *lines = run_local_job(tmp_path, "grpc://127.0.0.1:9", "none", "")
-    assert status == "Failed"
-    assert any("torchrun: No such file or directory" in line for line in lines), lines
+    """The script of the job, which the test before runs: its environment begins with pip only."""
+    scripts: list[str] = []
+    sdk = import_sdk()
+    backend = importlib.import_module("kubeflow.trainer.backends.localprocess.backend")
+    monkeypatch.setattr(backend.LocalJob, "start", lambda job: scripts.append(job.command[-1]))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # of environments that it leaves behind
+    client = sdk.TrainerClient(sdk.LocalProcessBackendConfig())
+    for packages in (None, ["torch"]):
+        trainer = sdk.CustomTrainer(func=print_hello, packages_to_install=packages)
+        client.train(runtime="torch-distributed", trainer=trainer)
+    for script in scripts:
+        (environment,) = re.findall(r"-m venv --without-pip (\S+)", script)
+        assert f"\n{environment}/bin/torchrun " in script
+    without, installed = (re.findall(r"pip install .*", script) for script in scripts)
+    assert without == [] and len(installed) == 1 and installed[0].endswith('"torch"')
