@@ -40,7 +40,7 @@ test: $(STAMP)  ## run the test suite, without the tests of training frameworks
 	$(BIN)/pytest -m "not frameworks" $(PYTEST_ARGS) $(ARGS)
 
 test-frameworks: $(STAMP)  ## test inside Accelerate, Transformers, Lightning, DeepSpeed, Ray, Spark, JAX and XGBoost
-	$(BIN)/pytest -m frameworks $(PYTEST_ARGS) $(ARGS)
+	$(BIN)/pytest -m frameworks $(PYTEST_ARGS) $(ARGS) $$(grep -lr pytest.mark.frameworks tests --include='test_*.py')
 
 floor: $(STAMP) $(FLOOR_STAMP)  ## test the client with the lowest versions that pyproject.toml allows
 	SERVER_PYTHON=$(abspath $(BIN)/python) $(FLOOR)/bin/pytest -m "not statistics" $(PYTEST_ARGS) $(ARGS) \

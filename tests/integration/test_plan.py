@@ -131,7 +131,25 @@ def _as_iceberg(rows: pa.Table, root: Path) -> dict[str, Any]:
         return {"source": table.metadata_location}
 
 
-@pytest.mark.parametrize("write", [_as_parquet, _as_delta, _as_iceberg])
+@pytest.fixture(scope="module", params=[_as_parquet, _as_delta, _as_iceberg])
+def written(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
+    """A table of every format that has footers, as arguments of its spec."""
+    rows = pa.table(
+        {
+            "half": np.linspace(0, 1, NUM_ROWS),
+            "whole": np.arange(NUM_ROWS),
+            "word": [("short", "quite a lot longer than that")[n % 2] for n in range(NUM_ROWS)],
+            "note": ["y" * (n % 300) for n in range(NUM_ROWS)],
+            "tags": [[n] * (n % 40) for n in range(NUM_ROWS)],
+            "person": [{"name": "z" * (n % 200), "age": n} for n in range(NUM_ROWS)],
+        }
+    )
+    arguments: dict[str, Any] = request.param(rows, tmp_path_factory.mktemp("written") / "table")
+    return arguments
+
+
 @pytest.mark.parametrize(
     "sql",
     [
@@ -145,19 +163,9 @@ def _as_iceberg(rows: pa.Table, root: Path) -> dict[str, Any]:
     ],
 )
 def test_columns_that_are_passed_on_are_foretold_in_any_format_with_footers(
-    cluster: LocalCluster, dataset_name: str, tmp_path: Path, write: Any, sql: str
+    cluster: LocalCluster, dataset_name: str, written: dict[str, Any], sql: str
 ) -> None:
-    rows = pa.table(
-        {
-            "half": np.linspace(0, 1, NUM_ROWS),
-            "whole": np.arange(NUM_ROWS),
-            "word": [("short", "quite a lot longer than that")[n % 2] for n in range(NUM_ROWS)],
-            "note": ["y" * (n % 300) for n in range(NUM_ROWS)],
-            "tags": [[n] * (n % 40) for n in range(NUM_ROWS)],
-            "person": [{"name": "z" * (n % 200), "age": n} for n in range(NUM_ROWS)],
-        }
-    )
-    spec = DatasetSpec(dataset_name, sql=sql, **write(rows, tmp_path / "table"))
+    spec = DatasetSpec(dataset_name, sql=sql, **written)
     client = CacheClient(cluster.endpoint)
 
     forecast = client.plan(spec)

@@ -104,7 +104,7 @@ OTHERS = [
     pytest.param(*cell, marks=pytest.mark.frameworks)
     for cell in itertools.product(
         LOADERS,
-        [(2, "fork", False), (2, "fork", True), (4, "fork", False)],
+        [(2, "fork", False), (2, "fork", True)],
         STOPS,
         ["before iter", "after iter"],
     )
