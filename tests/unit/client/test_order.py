@@ -281,6 +281,7 @@ def test_the_order_without_shuffle_is_the_source_order() -> None:
     assert all_rows(EpochOrder(100, shuffle=False, seed=3, epoch=8)) == list(range(100))
 
 
+@pytest.mark.unversioned
 def test_seeds_and_epochs_give_different_orders() -> None:
     for block_size in (None, 7):
         found = {
@@ -377,7 +378,7 @@ def chi_square_sigmas(counts: np.ndarray) -> float:
     return (chi_square - degrees) / math.sqrt(2 * degrees)
 
 
-@pytest.mark.statistics
+@pytest.mark.unversioned
 @pytest.mark.parametrize("size", [3, 4, 5, 6])
 def test_every_arrangement_of_a_few_rows_is_equally_likely_over_the_seeds(size: int) -> None:
     codes = {code: index for index, code in enumerate(itertools.permutations(range(size)))}
@@ -388,7 +389,7 @@ def test_every_arrangement_of_a_few_rows_is_equally_likely_over_the_seeds(size: 
     assert abs(chi_square_sigmas(counts)) < 6
 
 
-@pytest.mark.statistics
+@pytest.mark.unversioned
 @pytest.mark.parametrize("size", [7, 16, 17, 33, 100, 255, 256, 1000])
 def test_every_row_is_equally_likely_at_every_position_over_the_keys(size: int) -> None:
     keys = 400_000 // size
@@ -403,7 +404,7 @@ def test_every_row_is_equally_likely_at_every_position_over_the_keys(size: int) 
     assert abs(fixed_points - 1) < 6 / math.sqrt(keys)
 
 
-@pytest.mark.statistics
+@pytest.mark.unversioned
 @pytest.mark.parametrize("size", [65_536, 100_003, 2**20 + 1, 2**33 + 1])
 def test_neighbours_in_the_order_are_unrelated_rows(size: int) -> None:
     count = min(size, 200_000)

@@ -399,6 +399,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.unversioned
 def test_the_data_parallel_rank_is_found_in_meshes_and_groups() -> None:
     done = forked_python.run(
         [sys.executable, "-c", MESHES], capture_output=True, text=True, timeout=100, check=True
