@@ -26,7 +26,7 @@ from cache_protocol.v1 import cache_pb2_grpc
 from tests import flight_clients
 from tests.control_clients import open_channel
 
-_REPORTS = 10  # of one process, which is then another one: it may be untrusted
+_REPORTS = 30  # of a process, in 3 s, then it is another one: a second file is read within 1.1 s
 
 
 class FalseNode(flight.FlightServerBase):
