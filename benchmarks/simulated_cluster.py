@@ -177,8 +177,9 @@ class Plans:
         )
 
     def requests(self, rank: int, window: int) -> Requests:
-        """What a rank asks for in one of its windows."""
-        key = rank % self.sampled_ranks, window
+        """What a rank asks for in a window; behind the last of an epoch comes its first."""
+        windows = max(1, self._steps.num_steps // self.steps_per_window)
+        key = rank % self.sampled_ranks, window % windows
         if key not in self._requests:
             self._requests[key] = self._route(*key)
         return self._requests[key]
