@@ -142,7 +142,8 @@ def _with_columns_of(
         is_new: the folder may have no file yet.
 
     Raises:
-        RequestError: they have other columns. LoadError: the files cannot be read, or are gone.
+        RequestError: they have other columns. LoadError: the files cannot be read or are gone, or
+            the rows cannot be written.
     """
     from pyarrow import parquet
 
@@ -156,9 +157,10 @@ def _with_columns_of(
                 "rows again without append"
             )
         known = parquet.read_schema(shown[0], filesystem=files).remove_metadata()
-    written = pa.BufferOutputStream()
-    parquet.write_table(source.schema.empty_table(), written)
-    arriving = parquet.read_schema(pa.BufferReader(written.getvalue())).remove_metadata()
+    with _failing_as_load(folder):
+        written = pa.BufferOutputStream()
+        parquet.write_table(source.schema.empty_table(), written)
+        arriving = parquet.read_schema(pa.BufferReader(written.getvalue())).remove_metadata()
     if sorted(map(str, known)) != sorted(map(str, arriving)):
         raise RequestError(
             f"cannot append to {name!r}, which has other columns: {known.to_string()!r}, and the "

@@ -121,6 +121,9 @@ def test_columns_that_parquet_stores_as_others_are_appended(
     wider = rows.set_column(3, "list", rows["list"].cast(pa.list_(pa.float64())))
     with pytest.raises(RequestError, match="other columns"):
         client.write(dataset_name, wider, through=tmp_path, append=True)
+    never = pa.table({"list": pa.array([pa.MonthDayNano([1, 2, 3])])})  # Parquet has no such type
+    with pytest.raises(LoadError, match="month_day_nano_interval"):
+        client.write(dataset_name, never, through=tmp_path, append=True)
 
 
 def test_a_refused_first_append_blocks_no_later_one(
