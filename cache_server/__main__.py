@@ -13,7 +13,7 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -34,6 +34,7 @@ from cache_protocol.storage.memory_budget import may_keep_freed_memory
 from cache_server.auth.kubernetes import SERVICE_ACCOUNT_DIR, Cluster
 from cache_server.config import NodeConfig
 from cache_server.local import LocalCluster, checked_settings, describe_nodes
+from cache_server.setting_options import given, with_settings_of
 
 EXIT_FAILURE = 1
 EXIT_DATA = 65  # EX_DATAERR
@@ -62,55 +63,12 @@ def _options(
 
 
 @app.command()
+@with_settings_of(NodeConfig)
 def serve(
-    cache_dir: Annotated[
-        str, typer.Option(metavar="<path>", help="Directory of the shards: on tmpfs or NVMe.")
-    ],
-    bind: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    insecure: Annotated[
-        bool,
-        typer.Option(
-            "--insecure",
-            help="Let every caller read, load and drop, on any address. A node without tokens "
-            "listens on loopback addresses only, unless you give this.",
-        ),
-    ] = False,
-    auth_tokens: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="<path>",
-            help="YAML file of the callers: name, SHA-256 of the token, namespace, roles. It is "
-            "read again when it changes. Without it and --auth-jwt, the token of this node is "
-            "shared by all nodes and clients.",
-        ),
-    ] = None,
-    token_file: Annotated[
-        str | None,
-        typer.Option(
-            metavar="<path>",
-            help="File of the token of this node; default: CACHE_TOKEN or CACHE_TOKEN_FILE.",
-        ),
-    ] = None,
+    *,
     token_from_env: Annotated[
         bool, typer.Option(help="Read CACHE_TOKEN and CACHE_TOKEN_FILE.")
     ] = True,
-    auth_jwt: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="<path>",
-            help="YAML file of an issuer of JSON web tokens: issuer, audience, jwks, rules. In a "
-            "pod, the rules are enough.",
-        ),
-    ] = None,
-    auth_pods: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="<role>[,<role>]:<pod>",
-            help="In a pod, instead of --auth-jwt: roles of the pods of its namespace whose names "
-            "match, with wildcards; repeat it, the first match counts. They show ServiceAccount "
-            "tokens with the audience data-cache.",
-        ),
-    ] = None,
     service_account_dir: Annotated[
         Path,
         typer.Option(
@@ -118,66 +76,6 @@ def serve(
             help="Directory of token and ca.crt, for the public keys of the cluster.",
         ),
     ] = Path(SERVICE_ACCOUNT_DIR),
-    tls_cert: Annotated[
-        str | None,
-        typer.Option(
-            metavar="<path>",
-            help="Certificate of this node, with --tls-key: every port serves TLS.",
-        ),
-    ] = None,
-    tls_key: Annotated[
-        str | None,
-        typer.Option(metavar="<path>", help="Key of --tls-cert."),
-    ] = None,
-    tls_ca: Annotated[
-        str | None,
-        typer.Option(
-            metavar="<path>",
-            help="Certificates that sign those of other nodes and of callers.",
-        ),
-    ] = None,
-    require_client_cert: Annotated[
-        bool,
-        typer.Option(
-            "--require-client-cert", help="Refuse callers without a certificate of --tls-ca."
-        ),
-    ] = False,
-    advertise: Annotated[
-        str | None,
-        typer.Option(
-            help="Host name at which clients and other nodes reach this one; default: --bind, or "
-            "the name of this machine if --bind is a wildcard."
-        ),
-    ] = None,
-    flight_port: Annotated[int, typer.Option(help="Port of Arrow Flight; 0: a free one.")] = 50_051,
-    control_port: Annotated[int, typer.Option(help="Port of gRPC; 0: a free one.")] = 50_052,
-    http_port: Annotated[
-        int, typer.Option(help="Port of the status page, /metrics and /ready; 0: a free one.")
-    ] = 8080,
-    coordinator: Annotated[
-        str | None,
-        typer.Option(
-            help="HOST:PORT of the coordinator's control port. This node may name itself; "
-            "default: this node."
-        ),
-    ] = None,
-    num_nodes: Annotated[
-        int, typer.Option(help="With --load-from-env: nodes to wait for before the load.")
-    ] = 1,
-    join_timeout_s: Annotated[float, typer.Option(help="Seconds to wait for --num-nodes.")] = 300.0,
-    memory_limit: Annotated[
-        str | None,
-        typer.Option(
-            help="Limit of the bytes of all shards on this node, such as 8GiB; default: none."
-        ),
-    ] = None,
-    container_memory_limit: Annotated[
-        str | None,
-        typer.Option(
-            help="Memory of the container, instead of --memory-limit. Shards get all of it except "
-            "1 GiB or a quarter, whichever is more."
-        ),
-    ] = None,
     load_from_env: Annotated[
         bool,
         typer.Option(
@@ -185,61 +83,6 @@ def serve(
             "a TrainJob describe. The node is ready when the dataset is loaded."
         ),
     ] = False,
-    load_threads: Annotated[
-        int | None,
-        typer.Option(
-            help="Shards that load at once; default: one for each processor, from 2 to 8. Fewer "
-            "load at once if --container-memory-limit leaves too little for their row groups."
-        ),
-    ] = None,
-    huge_pages: Annotated[
-        bool,
-        typer.Option(
-            help="Move shards on a tmpfs to huge pages while nothing is loading. This makes random "
-            "reads of gigabytes faster. It takes one processor 0.3 to 4 s for each GB, once."
-        ),
-    ] = True,
-    allow_source: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="<prefix>",
-            help="Prefix of paths or URIs that datasets may be loaded from; repeat it for more. "
-            "'/data/' allows the files below it, '' everything. Default: every URI, but no path of "
-            "this machine and no loopback, link-local or metadata address; with --load-from-env "
-            "everything.",
-        ),
-    ] = None,
-    scrub_interval_s: Annotated[
-        float,
-        typer.Option(
-            help="Seconds between two passes that read every shard file again, at 256 MiB a second "
-            "at most, and repair damaged ones; 0: none."
-        ),
-    ] = 3600.0,
-    slow_reader_timeout_s: Annotated[
-        float,
-        typer.Option(
-            help="A connection is cut off when its reader takes no message for this many seconds."
-        ),
-    ] = 60.0,
-    heartbeat_interval_s: Annotated[
-        float, typer.Option(help="On the coordinator: seconds between heartbeats of a node.")
-    ] = 0.5,
-    node_timeout_s: Annotated[
-        float,
-        typer.Option(
-            help="On the coordinator: a node without a heartbeat for this many seconds is lost."
-        ),
-    ] = 10.0,
-    lease_s: Annotated[
-        float,
-        typer.Option(
-            help="On the coordinator: seconds to keep a replaced version after its last read."
-        ),
-    ] = 600.0,
-    drain_timeout_s: Annotated[
-        float, typer.Option(help="Seconds to wait for running calls at shutdown.")
-    ] = 5.0,
     exit_with_stdin: Annotated[
         bool, typer.Option(help="Exit when standard input closes (for a parent process).")
     ] = False,
@@ -257,6 +100,7 @@ def serve(
         ),
     ] = 0,
     log_level: LogLevel = "info",
+    **settings: Any,
 ) -> None:
     """Run one cache node. Prints one line of JSON when it listens."""
     problems: list[str] = []
@@ -266,37 +110,13 @@ def serve(
     config = checked(
         problems,
         lambda: NodeConfig.build(
-            cache_dir=cache_dir,
-            bind=bind,
-            insecure=insecure,
-            auth_tokens=auth_tokens,
-            auth_jwt=auth_jwt,
-            auth_pods=auth_pods or (),
-            cluster=Cluster.from_env(os.environ, service_account_dir),
-            tls_cert=tls_cert,
-            tls_key=tls_key,
-            tls_ca=tls_ca,
-            require_client_cert=require_client_cert,
-            **_token(token_file, token_from_env),
-            advertise=advertise,
-            flight_port=flight_port,
-            control_port=control_port,
-            http_port=http_port,
-            coordinator=coordinator,
-            num_nodes=num_nodes,
-            join_timeout_s=join_timeout_s,
-            memory_limit_bytes=memory_limit,
-            container_memory_limit_bytes=container_memory_limit,
-            load_threads=load_threads,
-            huge_pages=huge_pages,
-            scrub_interval_s=scrub_interval_s,
-            # What a job asks of its own cache, its own pods may read.
-            allow_source=allow_source or ([""] if load_from_env else None),
-            slow_reader_timeout_s=slow_reader_timeout_s,
-            heartbeat_interval_s=heartbeat_interval_s,
-            node_timeout_s=node_timeout_s,
-            lease_s=lease_s,
-            drain_timeout_s=drain_timeout_s,
+            **{
+                # What a job asks of its own cache, its own pods may read.
+                "allow_source": [""] if load_from_env else None,
+                "cluster": Cluster.from_env(os.environ, service_account_dir),
+                **(_token_from_env() if token_from_env and not settings["token_file"] else {}),
+                **given(settings),
+            }
         ),
     )
     loads = load_from_env and (config is None or config.is_coordinator)
@@ -472,10 +292,7 @@ def _memory_limit(text: str | None) -> int | None:
         raise ConfigError(f"--memory-limit {error}") from None
 
 
-def _token(file: str | None, from_env: bool) -> dict[str, str | None]:
-    """The settings of the token of this node."""
-    if file is not None or not from_env:
-        return {"token_file": file}
+def _token_from_env() -> dict[str, str | None]:
     return {
         "token": os.environ.get("CACHE_TOKEN") or None,
         "token_file": os.environ.get("CACHE_TOKEN_FILE") or None,

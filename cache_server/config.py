@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import re
 import socket
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -84,78 +85,180 @@ Host = Annotated[
 ]
 
 
-class NodeConfig(BaseModel):
-    """Settings of one cache node.
+@dataclass(frozen=True)
+class Flag:
+    """Marks a setting that is an option of the command, with its text.
 
     Attributes:
-        cache_dir: directory of the shard files: a tmpfs for memory speed, NVMe for more rows.
-        bind: address to listen on.
-        insecure: let every caller do everything, on any address. Without it, a node that knows no
-            callers must listen on a loopback address.
-        auth_tokens: file of principals, see `cache_server.auth.token_file`.
-        auth_jwt: file of an issuer of JSON web tokens, see `cache_server.auth.jwt_tokens`.
-        auth_pods: instead of ``auth_jwt``, rules for pods of the namespace of this pod.
-        cluster: where this pod finds the API server.
-        tls_cert, tls_key: files of the certificate for every port; also shown to other nodes.
-        tls_ca: file of the certificates that sign those of nodes and callers.
-        require_client_cert: refuse callers without a certificate of ``tls_ca``.
-        token, token_file: of this node, for calls to other nodes. Without ``auth_tokens`` and
-            ``auth_jwt`` it is shared by the whole cache.
-        advertise: host name at which others reach this node; default: ``bind``, or the host name of
-            the machine if ``bind`` is a wildcard.
-        flight_port, control_port, http_port: 0 picks a free one.
-        coordinator: ``HOST:PORT`` of the coordinator's control port. None, or the address of this
-            node, makes this node the coordinator. So all pods of a cache can have equal arguments.
-        num_nodes: the nodes to wait for before this coordinator loads the dataset of its
-            environment.
-        join_timeout_s: longest wait for these nodes.
-        memory_limit_bytes: of all shard files of this node together.
-        container_memory_limit_bytes: memory of the container, instead of ``memory_limit_bytes``.
-            The shards get the part that the process does not need.
-        load_threads: the most shards that load at once; None: by processors.
-        huge_pages: move shards in memory to huge pages while nothing is loading.
-        allow_source: prefixes of the sources that the node may touch, see `AllowedSources`.
-        scrub_interval_s: between two passes that read every shard file again; 0: none.
-        slow_reader_timeout_s: how long a message may wait for its reader.
-        heartbeat_interval_s: between the reports of a node.
-        node_timeout_s: a node without a heartbeat for this long counts as lost.
-        lease_s: how long a replaced version is kept after its last read.
-        drain_timeout_s: how long a stopping node waits for running calls.
+        text: for people.
+        name: of the option; default: that of the setting.
+        metavar: what stands for the value in the help; default: the type.
     """
+
+    text: str
+    name: str = ""
+    metavar: str = ""
+
+
+class NodeConfig(BaseModel):
+    """Settings of one cache node; `cache-server serve` has an option for each with a text."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    cache_dir: Annotated[Path, BeforeValidator(_not_empty), _described_as("a path")]
-    bind: Host = "127.0.0.1"
-    insecure: bool = False
-    auth_tokens: Path | None = None
-    auth_jwt: Path | None = None
-    auth_pods: tuple[str, ...] = ()
-    cluster: Cluster = Cluster()
-    tls_cert: str | None = None
-    tls_key: str | None = None
-    tls_ca: str | None = None
-    require_client_cert: bool = False
+    cache_dir: Annotated[
+        Path,
+        BeforeValidator(_not_empty),
+        _described_as("a path"),
+        Flag("Directory of the shards: on tmpfs or NVMe.", metavar="<path>"),
+    ]
+    bind: Annotated[Host, Flag("Address to listen on.")] = "127.0.0.1"
+    insecure: Annotated[
+        bool,
+        Flag(
+            "Let every caller read, load and drop, on any address. A node without tokens listens "
+            "on loopback addresses only, unless you give this."
+        ),
+    ] = False
+    auth_tokens: Annotated[
+        Path | None,
+        Flag(
+            "YAML file of the callers: name, SHA-256 of the token, namespace, roles. It is read "
+            "again when it changes. Without it and --auth-jwt, the token of this node is shared by "
+            "all nodes and clients.",
+            metavar="<path>",
+        ),
+    ] = None
     token: str | None = Field(default=None, repr=False)
-    token_file: str | None = None
-    advertise: Host | None = None
-    flight_port: Port = 50_051
-    control_port: Port = 50_052
-    http_port: Port = 8080
-    coordinator: Annotated[str | None, BeforeValidator(_host_port)] = None
-    num_nodes: Count = 1
-    join_timeout_s: Seconds = 300.0
-    memory_limit_bytes: Bytes | None = None
-    container_memory_limit_bytes: Bytes | None = None
-    load_threads: Count | None = None
-    huge_pages: bool = True
-    allow_source: tuple[str, ...] | None = ("",)
-    scrub_interval_s: Lease = 3600.0
-    slow_reader_timeout_s: Seconds = 60.0
-    heartbeat_interval_s: Seconds = 0.5
-    node_timeout_s: Seconds = 10.0
-    lease_s: Lease = 600.0
-    drain_timeout_s: Seconds = 5.0
+    token_file: Annotated[
+        str | None,
+        Flag(
+            "File of the token of this node; default: CACHE_TOKEN or CACHE_TOKEN_FILE.",
+            metavar="<path>",
+        ),
+    ] = None
+    auth_jwt: Annotated[
+        Path | None,
+        Flag(
+            "YAML file of an issuer of JSON web tokens: issuer, audience, jwks, rules. In a pod, "
+            "the rules are enough.",
+            metavar="<path>",
+        ),
+    ] = None
+    auth_pods: Annotated[
+        tuple[str, ...],
+        Flag(
+            "In a pod, instead of --auth-jwt: roles of the pods of its namespace whose names "
+            "match, with wildcards; repeat it, the first match counts. They show ServiceAccount "
+            "tokens with the audience data-cache.",
+            metavar="<role>[,<role>]:<pod>",
+        ),
+    ] = ()
+    cluster: Cluster = Cluster()  # where this pod finds the API server
+    tls_cert: Annotated[
+        str | None,
+        Flag(
+            "Certificate of this node, with --tls-key: every port serves TLS. Other nodes see it "
+            "too.",
+            metavar="<path>",
+        ),
+    ] = None
+    tls_key: Annotated[str | None, Flag("Key of --tls-cert.", metavar="<path>")] = None
+    tls_ca: Annotated[
+        str | None,
+        Flag("Certificates that sign those of other nodes and of callers.", metavar="<path>"),
+    ] = None
+    require_client_cert: Annotated[
+        bool, Flag("Refuse callers without a certificate of --tls-ca.")
+    ] = False
+    advertise: Annotated[
+        Host | None,
+        Flag(
+            "Host name at which clients and other nodes reach this one; default: --bind, or the "
+            "name of this machine if --bind is a wildcard."
+        ),
+    ] = None
+    flight_port: Annotated[Port, Flag("Port of Arrow Flight; 0: a free one.")] = 50_051
+    control_port: Annotated[Port, Flag("Port of gRPC; 0: a free one.")] = 50_052
+    http_port: Annotated[
+        Port, Flag("Port of the status page, /metrics and /ready; 0: a free one.")
+    ] = 8080
+    coordinator: Annotated[
+        str | None,
+        BeforeValidator(_host_port),
+        Flag(
+            "HOST:PORT of the coordinator's control port. This node may name itself, so all pods "
+            "of a cache can have equal arguments; default: this node."
+        ),
+    ] = None
+    num_nodes: Annotated[
+        Count, Flag("With --load-from-env: nodes to wait for before the load.")
+    ] = 1
+    join_timeout_s: Annotated[Seconds, Flag("Seconds to wait for --num-nodes.")] = 300.0
+    memory_limit_bytes: Annotated[
+        Bytes | None,
+        Flag(
+            "Limit of the bytes of all shards on this node, such as 8GiB; default: none.",
+            name="--memory-limit",
+            metavar="<size>",
+        ),
+    ] = None
+    container_memory_limit_bytes: Annotated[
+        Bytes | None,
+        Flag(
+            "Memory of the container, instead of --memory-limit. Shards get all of it except 1 GiB "
+            "or a quarter, whichever is more.",
+            name="--container-memory-limit",
+            metavar="<size>",
+        ),
+    ] = None
+    load_threads: Annotated[
+        Count | None,
+        Flag(
+            "Shards that load at once; default: one for each processor, from 2 to 8. Fewer load at "
+            "once if --container-memory-limit leaves too little for their row groups."
+        ),
+    ] = None
+    huge_pages: Annotated[
+        bool,
+        Flag(
+            "Move shards on a tmpfs to huge pages while nothing is loading. This makes random "
+            "reads of gigabytes faster. It takes one processor 0.3 to 4 s for each GB, once."
+        ),
+    ] = True
+    allow_source: Annotated[
+        tuple[str, ...] | None,
+        Flag(
+            "Prefix of paths or URIs that datasets may be loaded from; repeat it for more. "
+            "'/data/' allows the files below it, '' everything. Default: every URI, but no path of "
+            "this machine and no loopback, link-local or metadata address; with --load-from-env "
+            "everything.",
+            metavar="<prefix>",
+        ),
+    ] = ("",)
+    scrub_interval_s: Annotated[
+        Lease,
+        Flag(
+            "Seconds between two passes that read every shard file again, at 256 MiB a second at "
+            "most, and repair damaged ones; 0: none."
+        ),
+    ] = 3600.0
+    slow_reader_timeout_s: Annotated[
+        Seconds,
+        Flag("A connection is cut off when its reader takes no message for this many seconds."),
+    ] = 60.0
+    heartbeat_interval_s: Annotated[
+        Seconds, Flag("On the coordinator: seconds between heartbeats of a node.")
+    ] = 0.5
+    node_timeout_s: Annotated[
+        Seconds,
+        Flag("On the coordinator: a node without a heartbeat for this many seconds is lost."),
+    ] = 10.0
+    lease_s: Annotated[
+        Lease, Flag("On the coordinator: seconds to keep a replaced version after its last read.")
+    ] = 600.0
+    drain_timeout_s: Annotated[Seconds, Flag("Seconds to wait for running calls at shutdown.")] = (
+        5.0
+    )
 
     @property
     def host(self) -> str:

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from cache_protocol.errors import ConfigError
+from cache_server import setting_options
 from cache_server.config import NodeConfig
 
 
@@ -249,3 +250,15 @@ def test_a_node_has_a_lasting_address_where_one_is_given(
     tmp_path: Path, changes: dict[str, Any], address: str | None
 ) -> None:
     assert NodeConfig(cache_dir=tmp_path, **changes).lasting_address == address
+
+
+def test_each_setting_with_a_text_is_an_option_that_reaches_the_configuration() -> None:
+    parameters = {each.name: each for each in setting_options.parameters_of(NodeConfig)}
+    without = {"token", "cluster"}  # of the environment
+    assert {*parameters} == {*NodeConfig.model_fields} - without
+    defaults = {
+        name: each.default
+        for name, each in parameters.items()
+        if each.default not in (None, each.empty)
+    }
+    assert config(**defaults) == config()
