@@ -93,13 +93,13 @@ bench: $(STAMP) $(PEERS_STAMP)  ## measure everything, beside other libraries, a
 	for name in shuffle load resume mixture; do \
 		$(BIN)/python -m benchmarks.$$name --peers-python $(PEERS)/bin/python || exit 1; done
 	for name in throughput stores size ranks scale views wire lakes access writes refresh accelerators \
-		same_host coordinator simulation; do \
+		coordinator simulation; do \
 		$(BIN)/python -m benchmarks.$$name || exit 1; done
 	$(PEERS)/bin/python benchmarks/plot.py
 
 bench-quick: $(STAMP)  ## the same on few rows, without other libraries; 4 minutes
 	for name in shuffle load resume mixture throughput stores size ranks scale views wire lakes access writes \
-		refresh accelerators coordinator same_host simulation; do \
+		refresh accelerators coordinator simulation; do \
 		$(BIN)/python -m benchmarks.$$name --quick || exit 1; done
 
 proto: $(PROTO_STAMP)  ## regenerate the code under protos/

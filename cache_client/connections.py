@@ -56,7 +56,7 @@ _GRPC_OPTIONS = [
     ("grpc.http2.ping_timeout_ms", _PING_TIMEOUT_MS),
 ]
 _NOBODY = "grpc://127.0.0.1:1"
-_ENDPOINTS_ACTION, _REPORT_ACTION, _OPEN_FILES_ACTION = "endpoints", "report", "open_files"
+_ENDPOINTS_ACTION, _REPORT_ACTION = "endpoints", "report"
 _ROW_SCHEMA = pa.schema([pa.field("row", pa.int64())])
 _NUMBERS_SCHEMA = pa.schema([pa.field("row", pa.uint32())])
 _LARGEST_FREED_BYTES = 31 * 1024 * 1024
@@ -308,21 +308,6 @@ class Connection:
         action = flight.Action(_REPORT_ACTION, report.SerializeToString())
         with self._in_use():
             list(self._client.value.do_action(action, self._options(timeout_s)))
-
-    def open_files(
-        self, request: pb.OpenFilesRequest, timeout_s: float
-    ) -> list[pb.OpenFilesAnswer]:
-        """Keys for the shard files of a node on this machine; see `cache_client.host_socket`.
-
-        Raises:
-            RequestError: the node hands no files over, or not to this machine.
-            NotReadyError, StaleVersionError, DatasetNotFoundError, NodeUnavailableError: as for
-                reads.
-        """
-        action = flight.Action(_OPEN_FILES_ACTION, request.SerializeToString())
-        with self._in_use():
-            results = list(self._client.value.do_action(action, self._options(timeout_s)))
-        return [pb.OpenFilesAnswer.FromString(result.body.to_pybytes()) for result in results]
 
     def open_gather(
         self,

@@ -17,7 +17,6 @@ from cache_client.routing import ShardMap
 from cache_client.rows import Answer, Rows, in_order
 from cache_client.source import Source
 from cache_protocol.storage.row_index import Ids
-from cache_protocol.storage.shard_files import MappedShard
 
 
 class JoinedSource:
@@ -58,21 +57,8 @@ class JoinedSource:
             return None
         if self._process_shards is None or self._process_shards[0] != os.getpid():
             columns = self._sources[0].columns
-            self._process_shards = (
-                os.getpid(),
-                LocalShards(self.shards, columns, lambda _: self._handed()),
-            )
+            self._process_shards = (os.getpid(), LocalShards(self.shards, columns))
         return self._process_shards[1]
-
-    def _handed(self) -> dict[int, MappedShard]:
-        """The files that nodes handed to the sources."""
-        firsts = accumulate((len(source.shards.starts) for source in self._sources), initial=0)
-        return {
-            first + shard: mapped
-            for first, source in zip(firsts, self._sources, strict=False)
-            if (local := source.local_shards()) is not None
-            for shard, mapped in local.handed.items()
-        }
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_process_shards": None}

@@ -3,8 +3,7 @@
 A file is read only if it is certainly the one in the shard map: the cache directory names the same
 node, its manifest has the shard with the same checksum, and the file has the same size. It must
 belong to the owner of the manifest, and must not be newer. Some of its bytes are compared with the
-checksum when it is mapped. Files that this process does not see may come from their nodes, see
-`cache_client.host_socket`. All other shards are read over Flight.
+checksum when it is mapped. All other shards are read over Flight.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -57,21 +56,13 @@ class LocalShards:
     Args:
         shards: the shard map, with the files.
         columns: to gather, of ``shards.logical``; empty for all.
-        open_files: maps the files of shards, by their indices in the map, that this process cannot
-            open by their paths; some or none of them.
 
     Attributes:
-        handed: index in the map -> file that ``open_files`` mapped.
         leased_at: monotonic seconds of the last renewal of the lease. `cache_client.lease` sets it
             here, because a pass, and its `Lease` object, may be shorter than a lease.
     """
 
-    def __init__(
-        self,
-        shards: ShardMap,
-        columns: Sequence[str] = (),
-        open_files: Callable[[Sequence[int]], Mapping[int, MappedShard]] = lambda wanted: {},
-    ) -> None:
+    def __init__(self, shards: ShardMap, columns: Sequence[str] = ()) -> None:
         self.leased_at = shards.leased_at
         self._starts = shards.starts
         self._index = RowIndex(shards.starts, shards.stop)
@@ -91,15 +82,6 @@ class LocalShards:
                 if sealed is not None and sealed.num_rows == num_rows[shard]:
                     self._files[shard] = (Path(file.path), sealed)
                     break
-        others = [s for s in range(min(len(shards.files), most)) if s not in self._files]
-        self.handed = {
-            shard: mapped
-            for shard, mapped in (open_files(others) if others else {}).items()
-            if mapped.sealed.num_rows == num_rows[shard]
-        }
-        self._files |= {
-            shard: (mapped.path, mapped.sealed) for shard, mapped in self.handed.items()
-        }
         self._num_rows = [n if shard in self._files else 0 for shard, n in enumerate(num_rows)]
         self._is_mapped = np.zeros(len(num_rows), np.bool_)
         self._mapped: dict[int, MappedShard] = {}
@@ -164,7 +146,7 @@ class LocalShards:
             raise ShardFileLostError(f"shard {shard} has no file on this machine")
         path, sealed = found
         try:
-            mapped = self.handed.get(shard) or _map_file(sealed, path)
+            mapped = _map_file(sealed, path)
             if mapped.file.size != sealed.num_bytes:
                 raise ValueError(f"{mapped.file.size} bytes instead of {sealed.num_bytes}")
             if self._layout is not None and mapped.layout.schema != self._layout.schema:

@@ -21,8 +21,8 @@ from cache_client.arguments import BatchFormat, argument_problems
 from cache_client.convert import Converter
 from cache_client.fetch_ahead import FETCH_THREADS, fetch_ahead
 from cache_client.grpc_guard.call_threads import CallThreads
-from cache_client.host_socket import local_shards
 from cache_client.images import ImageMode, decode_problems
+from cache_client.local_shards import LocalShards
 from cache_client.plan import wait_for_plan
 from cache_client.ranks import find_credentials, find_endpoint, find_ready_deadline_s
 from cache_client.reader import Reader
@@ -284,9 +284,7 @@ class CacheDataset(Dataset[Any]):
             columns=self._columns,
             replica_offset=process,  # spreads processes over replicas
             deadline_s=self._deadline_s,
-            local=local_shards(self._shards, self._columns, self._credentials)
-            if self._local
-            else None,
+            local=LocalShards(self._shards, self._columns) if self._local else None,
             credentials=self._credentials,
         )
         new = _ProcessReader(reader, CallThreads())

@@ -6,7 +6,6 @@ import os
 from typing import Any
 
 from cache_client.counts import ReadCounts
-from cache_client.host_socket import local_shards
 from cache_client.local_shards import LocalShards
 from cache_client.node_health import NodeHealth
 from cache_client.reader import Reader
@@ -72,8 +71,7 @@ class Source:
         if not self.local:
             return None
         if self._process_shards is None or self._process_shards[0] != os.getpid():
-            local = local_shards(self.shards, self.columns, self._credentials)
-            self._process_shards = (os.getpid(), local)
+            self._process_shards = (os.getpid(), LocalShards(self.shards, self.columns))
         return self._process_shards[1]
 
     def _node_health(self) -> NodeHealth:

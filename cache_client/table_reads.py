@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from cache_client.fetch_ahead import FETCH_THREADS, fetch_ahead
-from cache_client.host_socket import local_shards
+from cache_client.local_shards import LocalShards
 from cache_client.plan import wait_for_plan
 from cache_client.reader import Reader
 from cache_client.routing import ShardMap
@@ -50,7 +50,7 @@ def read_table(
         shards,
         columns=tuple(columns),
         deadline_s=deadline_s,
-        local=local_shards(shards, tuple(columns), credentials, wanted) if local else None,
+        local=LocalShards(shards, tuple(columns)) if local else None,
         credentials=credentials,
     )
     return pa.RecordBatchReader.from_batches(shards.logical, _batches(reader, shards, wanted))

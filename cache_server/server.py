@@ -39,7 +39,6 @@ from cache_server.node.status import CacheStatus, NodeStatus
 from cache_server.node.traffic import Traffic
 from cache_server.rpc.control_service import ControlService
 from cache_server.rpc.flight_service import FlightService
-from cache_server.rpc.host_socket import HostSocket
 from cache_server.shards.huge_pages import HugePages
 from cache_server.shards.scrub import Scrub
 from cache_server.shards.store import ShardStore
@@ -121,7 +120,6 @@ class CacheServer:
                 HugePages(store.cache_dir, store.sealed, lambda: not node.is_loading)
             )
             owner = ANYONE
-            self._host_socket = stack.enter_context(HostSocket(store.node_id))
             self._scrub = stack.enter_context(
                 Scrub(store.versions, self._node.drop_damaged, config.scrub_interval_s)
             )
@@ -188,8 +186,7 @@ class CacheServer:
     def _serve(self, coordinator: Coordinator | None) -> None:
         if coordinator is not None:
             coordinator.listen(self._node.wake)
-        self._flight.attach(self._node, self._host_socket)
-        self._host_socket.start()
+        self._flight.attach(self._node)
         self._control.start(coordinator)
         self._node.start()
         if self._second_reader is not None:

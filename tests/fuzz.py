@@ -157,9 +157,7 @@ class Fuzzer:
                 writer.close()
 
     def _action(self) -> None:
-        action = flight.Action(
-            self._random.choice((*_TEXTS, "endpoints", "open_files")), self._noise()
-        )
+        action = flight.Action(self._random.choice((*_TEXTS, "endpoints")), self._noise())
         list(self._client.do_action(action, self._options))
 
     def _list(self) -> None:

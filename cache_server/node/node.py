@@ -13,7 +13,7 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import astuple, replace
 from typing import Protocol
@@ -316,17 +316,6 @@ class Node:
                 reason = "was just dropped"
             raise NotReadyError(f"shard {index} of {key.dataset!r} {reason}") from None
         return self._checked_bytes(key, shard, mapped, max_bytes)
-
-    def sealed_shards(
-        self, dataset: str, fingerprint: str, indices: Iterable[int], viewer: Viewer
-    ) -> list[MappedShard]:
-        """Those of some shards of a version that are here, for a viewer that may read them.
-
-        Raises:
-            DatasetNotFoundError, StaleVersionError, NotReadyError: as for `rows`.
-        """
-        shards = self._store.shards(self.rows(dataset, fingerprint, viewer).key)
-        return [shards[index] for index in sorted({*indices}) if index in shards]
 
     def _checked_bytes(
         self, key: VersionKey, shard: MappedShard, mapped: pa.MemoryMappedFile, max_bytes: int

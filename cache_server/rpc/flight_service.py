@@ -46,7 +46,6 @@ from cache_server.rpc.flight_calls import (
     flight_error,
 )
 from cache_server.rpc.flight_messages import header_size, padding
-from cache_server.rpc.host_socket import HostSocket
 from cache_server.rpc.stream_limits import SlowReaders, StreamLimits, calls_of_principal
 from cache_server.secrets import error_text
 from cache_server.shards.resident_rows import ResidentRows
@@ -54,7 +53,7 @@ from cache_server.shards.version_key import VersionKey
 
 logger = logging.getLogger(__name__)
 
-ENDPOINTS_ACTION, REPORT_ACTION, OPEN_FILES_ACTION = "endpoints", "report", "open_files"
+ENDPOINTS_ACTION, REPORT_ACTION = "endpoints", "report"
 MAX_ROW_IDS = 4 * 1024 * 1024  # of a request
 MAX_ANSWER_BYTES = 2**30  # of a message; Flight sends less than 2 GiB
 _MESSAGE_BYTES = 2 * 1024 * 1024  # the best message size of Flight over loopback
@@ -107,15 +106,10 @@ class FlightService(flight.FlightServerBase):
         self._slow_readers = SlowReaders(limits, self.port)
         self._traffic = traffic
         self._node: Node | None = None
-        self._host_socket: HostSocket | None = None
 
-    def attach(self, node: Node, host_socket: HostSocket | None = None) -> None:
-        """Sets the node. Calls before that get a `NotReadyError`.
-
-        Args:
-            host_socket: hands open files over; None: none are.
-        """
-        self._node, self._host_socket = node, host_socket
+    def attach(self, node: Node) -> None:
+        """Sets the node. Calls before that get a `NotReadyError`."""
+        self._node = node
         self._slow_readers.start()
 
     def shutdown(self) -> None:
@@ -319,7 +313,6 @@ class FlightService(flight.FlightServerBase):
             return [
                 (ENDPOINTS_ACTION, "where the coordinator is: a cache.v1.CoordinatorEndpoints"),
                 (REPORT_ACTION, "takes what a reader has done: a cache.v1.ReaderReport"),
-                (OPEN_FILES_ACTION, "keys for shard files: a cache.v1.OpenFilesRequest"),
             ]
 
     def do_action(
@@ -332,30 +325,14 @@ class FlightService(flight.FlightServerBase):
                 report.dataset = call.principal.viewer.resolve(report.dataset)
                 self._ready_node().take_report(report)
                 return iter(())
-            if action.type == OPEN_FILES_ACTION:
-                return iter(
-                    self._open_files(_parse(pb.OpenFilesRequest, action.body, action.type), call)
-                )
             if action.type != ENDPOINTS_ACTION:
                 raise RequestError(
-                    f"no action {action.type!r}; actions: {ENDPOINTS_ACTION}, {REPORT_ACTION}, "
-                    f"{OPEN_FILES_ACTION}"
+                    f"no action {action.type!r}; actions: {ENDPOINTS_ACTION}, {REPORT_ACTION}"
                 )
             endpoints = self._ready_node().coordinator
             if not endpoints.control_location:
                 raise NotReadyError("this node has not reached its coordinator yet")
             return iter([flight.Result(endpoints.SerializeToString())])
-
-    def _open_files(self, request: pb.OpenFilesRequest, call: Call) -> list[flight.Result]:
-        """Keys for the files of shards, see `HostSocket.offer`."""
-        principal = call.principal
-        shards = self._ready_node().sealed_shards(
-            request.dataset, request.fingerprint, request.shards, principal.viewer
-        )
-        if self._host_socket is None:
-            raise RequestError("this node hands no files over")
-        offers = self._host_socket.offer(shards, request.host, principal)
-        return [flight.Result(offer.SerializeToString()) for offer in offers]
 
     def _counted(
         self, call: Call, read: Read, batches: Iterable[pa.RecordBatch]

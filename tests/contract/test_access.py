@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import http.client
 import json
-import os
-import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -37,7 +35,6 @@ from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.v1 import cache_pb2_grpc
 from cache_protocol.wire.credentials import Credentials
 from cache_protocol.wire.grpc_channel import ERROR_TRAILER
-from cache_protocol.wire.host_socket import host_identity, open_socket, socket_name
 from cache_server.auth.principals import Principal, Role
 from cache_server.auth.verbs import ROLES
 from cache_server.config import NodeConfig
@@ -323,35 +320,6 @@ def test_a_ticket_or_a_gather_of_another_team_brings_no_row(shared: Shared) -> N
             )
             assert isinstance(refused, DatasetNotFoundError | StaleVersionError)
             assert "lent" in str(refused) or dataset == "private"
-
-
-def test_open_files_are_for_those_who_see_the_dataset_and_may_change_it(shared: Shared) -> None:
-    info = client(shared.server, "ann").describe("private")
-
-    def asked(name: str, dataset: str) -> tuple[Outcome, list[pb.OpenFilesAnswer]]:
-        """How the call is refused, and the answers."""
-        request = pb.OpenFilesRequest(
-            dataset=dataset, fingerprint=info.fingerprint, shards=[0, 7], host=host_identity()
-        )
-        action = flight.Action("open_files", request.SerializeToString())
-        answers: list[flight.Result] = []
-        with connect(shared.server.endpoints.flight_location, token(name)) as caller:
-            refused = flight_outcome(lambda: answers.extend(caller.do_action(action)))
-        return refused, [pb.OpenFilesAnswer.FromString(each.body.to_pybytes()) for each in answers]
-
-    assert isinstance(asked("bob", "team-a/private")[0], DatasetNotFoundError)
-    for name in ("ann", "alice"):
-        assert isinstance(asked(name, "private")[0], PermissionDeniedError)
-    for name in ("root", "node-1"):
-        refused, (answer,) = asked(name, "team-a/private")
-        assert (refused, [file.shard for file in answer.files]) == (None, [0])
-        with open_socket() as connection:
-            connection.connect(socket_name(shared.server.node_id))
-            connection.send(answer.key)
-            reply, files, _, _ = socket.recv_fds(connection, 1024, 64)
-        for file in files:
-            os.close(file)
-        assert (reply, len(files)) == (answer.proof, 1)
 
 
 def test_only_its_own_team_changes_a_dataset(shared: Shared, source: Path) -> None:

@@ -63,8 +63,6 @@ class MappedShard:
 
     Args:
         path: of the file; it may be removed afterwards.
-        handle: of the open file, where this process does not see the path; you may close it
-            afterwards.
 
     Attributes:
         batch: all rows, as stored.
@@ -77,11 +75,10 @@ class MappedShard:
         ValueError, pa.ArrowException: it has no stored batch.
     """
 
-    def __init__(self, sealed: SealedShard, path: Path, handle: int | None = None) -> None:
+    def __init__(self, sealed: SealedShard, path: Path) -> None:
         self.sealed = sealed
         self.path = path
-        opened = str(path) if handle is None else f"/proc/self/fd/{handle}"
-        with pa.memory_map(opened) as file:  # the pages stay mapped without a file descriptor
+        with pa.memory_map(str(path)) as file:  # the pages stay mapped without a file descriptor
             self.file = MappedFile(file.fileno())
             self._stamp = _stamp(os.fstat(file.fileno()))
             self._bytes = file.read_buffer(self.file.size)
@@ -112,9 +109,8 @@ class MappedShard:
     def is_unchanged(self) -> bool:
         """Whether the file has not been written to since it was mapped.
 
-        A removed or replaced file is unchanged: its mapped pages stay. A file whose path this
-        process does not see counts as unchanged, too. A mapped file that becomes shorter ends the
-        process that reads its lost pages (SIGBUS).
+        A removed or replaced file is unchanged: its mapped pages stay. A mapped file that becomes
+        shorter ends the process that reads its lost pages (SIGBUS).
         """
         try:
             now = _stamp(os.stat(self.path))
