@@ -17,15 +17,12 @@ import numpy as np
 import pytest
 
 from cache_client import CacheClient, CacheDataset, CacheIterableDataset, DatasetSpec
-from cache_client import host_socket as client_socket
-from cache_client.connections import Connection
-from cache_client.counts import ReadCounts
-from cache_client.host_socket import local_shards, open_files
-from cache_client.joined_reader import JoinedSource
-from cache_client.plan import wait_for_plan
-from cache_client.ranks import find_credentials
-from cache_client.routing import ShardFile, ShardMap
-from cache_client.source import Source
+from cache_client.flight import connections, routing
+from cache_client.job import ranks
+from cache_client.reading import counts as reading_counts
+from cache_client.reading import host_socket, joined_reader, shard_maps
+from cache_client.reading import host_socket as client_socket
+from cache_client.reading import source as reading_source
 from cache_protocol.errors import NodeUnavailableError
 from cache_protocol.storage.shard_files import NODE_ID_FILE
 from cache_protocol.v1 import cache_pb2 as pb
@@ -65,9 +62,9 @@ def dataset(nodes: LocalCluster, **arguments: object) -> CacheIterableDataset:
     return CacheIterableDataset("table", endpoint=nodes.endpoint, batch_size=64, **arguments)  # type: ignore[arg-type]
 
 
-def plan(nodes: LocalCluster, name: str = "table") -> tuple[ShardMap, Credentials]:
-    credentials = find_credentials(nodes.endpoint)
-    return wait_for_plan(nodes.endpoint, name, (), WAIT_S, credentials), credentials
+def plan(nodes: LocalCluster, name: str = "table") -> tuple[routing.ShardMap, Credentials]:
+    credentials = ranks.find_credentials(nodes.endpoint)
+    return shard_maps.wait_for_plan(nodes.endpoint, name, (), WAIT_S, credentials), credentials
 
 
 def mapped_files(nodes: LocalCluster) -> set[str]:
@@ -109,14 +106,16 @@ def test_every_way_of_reading_takes_the_files_that_nodes_open(
 
 def test_several_versions_are_gathered_at_once(hidden: LocalCluster) -> None:
     maps = [plan(hidden, name)[0] for name in ("table", "part")]
-    credentials = find_credentials(hidden.endpoint)
-    joined = JoinedSource(
+    credentials = ranks.find_credentials(hidden.endpoint)
+    joined = joined_reader.JoinedSource(
         [
-            Source(hidden.endpoint, shards, (), credentials, deadline_s=WAIT_S, local=True)
+            reading_source.Source(
+                hidden.endpoint, shards, (), credentials, deadline_s=WAIT_S, local=True
+            )
             for shards in maps
         ]
     )
-    counts = ReadCounts()
+    counts = reading_counts.ReadCounts()
     with joined.open_reader(replica_offset=0, rows_per_message=0, counts=counts) as reader:
         (rows,) = reader.fetch(np.array([ROWS + 499, 0, ROWS, ROWS - 1]))
     assert rows.to_batch().column("row").to_pylist() == [499, 0, 0, ROWS - 1]
@@ -184,9 +183,9 @@ def test_a_process_with_other_mounts_reads_the_same_rows(hidden: LocalCluster) -
 def test_files_of_a_node_are_told_by_its_lines_of_the_shard_map(hidden: LocalCluster) -> None:
     """Not by the lines of another node with the same shard."""
     shards, credentials = plan(hidden)
-    replica = ShardFile("replica", 0, 1, "0" * 32, "/nowhere")
+    replica = routing.ShardFile("replica", 0, 1, "0" * 32, "/nowhere")
     files = [(*of_shard, replace(replica, shard=of_shard[0].shard)) for of_shard in shards.files]
-    found = open_files(replace(shards, files=files), credentials, range(FILES))
+    found = host_socket.open_files(replace(shards, files=files), credentials, range(FILES))
     assert {str(mapped.path) for mapped in found.values()} == {
         of_shard[0].path for of_shard in shards.files
     }
@@ -196,10 +195,12 @@ def test_all_messages_of_all_nodes_have_one_deadline(
     hidden: LocalCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shards, credentials = plan(hidden)
-    told, receive = Connection.open_files, socket.recv_fds
+    told, receive = connections.Connection.open_files, socket.recv_fds
     now = 0.0
 
-    def ask_for_each(self: Connection, request: pb.OpenFilesRequest, timeout_s: float) -> object:
+    def ask_for_each(
+        self: connections.Connection, request: pb.OpenFilesRequest, timeout_s: float
+    ) -> object:
         answers = []
         for shard in [*request.shards]:
             request.shards[:] = [shard]
@@ -211,10 +212,10 @@ def test_all_messages_of_all_nodes_have_one_deadline(
         now += client_socket._DEADLINE_S * 0.4
         return receive(*arguments)
 
-    monkeypatch.setattr(Connection, "open_files", ask_for_each)
+    monkeypatch.setattr(connections.Connection, "open_files", ask_for_each)
     monkeypatch.setattr(client_socket, "time", SimpleNamespace(monotonic=lambda: now))
     monkeypatch.setattr(socket, "recv_fds", receive_slowly)
-    assert len(open_files(shards, credentials, range(FILES))) == 3
+    assert len(host_socket.open_files(shards, credentials, range(FILES))) == 3
 
 
 @pytest.mark.parametrize("wrong", ["proof", "file", "silence"])
@@ -225,16 +226,16 @@ def test_a_socket_that_is_not_that_of_the_node_is_not_believed(
     monkeypatch.setattr(client_socket, "_DEADLINE_S", 0.3 if wrong == "silence" else WAIT_S)
     monkeypatch.setattr(client_socket, "socket_name", lambda node: socket_name(f"false-{node}"))
     asked: list[pb.OpenFilesRequest] = []
-    told = Connection.open_files
+    told = connections.Connection.open_files
 
-    def spy(self: Connection, request: pb.OpenFilesRequest, timeout_s: float) -> object:
+    def spy(self: connections.Connection, request: pb.OpenFilesRequest, timeout_s: float) -> object:
         asked.append(request)
         answers = told(self, request, timeout_s)
         if wrong == "file":
             answers[0].files[0].checksum = "0" * 32
         return answers
 
-    monkeypatch.setattr(Connection, "open_files", spy)
+    monkeypatch.setattr(connections.Connection, "open_files", spy)
     false = open_socket()
     false.bind(socket_name(f"false-{shards.nodes[0].id}"))
     false.listen()
@@ -252,9 +253,9 @@ def test_a_socket_that_is_not_that_of_the_node_is_not_believed(
     false.close()
     before = open_handles()
 
-    assert open_files(shards, credentials, range(FILES)) == {}
+    assert host_socket.open_files(shards, credentials, range(FILES)) == {}
 
     os.waitpid(child, 0)
     assert open_handles() <= before
     assert len(asked) == 1
-    assert local_shards(shards, (), credentials).shards == set()
+    assert host_socket.local_shards(shards, (), credentials).shards == set()
