@@ -113,7 +113,8 @@ class Node:
 @contextmanager
 def counted() -> Iterator[Counter[str]]:
     """Counts the calls and the requests of this process meanwhile."""
-    from cache_client.connections import Connection, GatherStream
+    from cache_client.flight.connections import Connection
+    from cache_client.flight.streams import GatherStream
 
     sent: Counter[str] = Counter()
     options, send, receive = Connection._options, GatherStream.send, GatherStream.receive

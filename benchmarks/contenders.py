@@ -30,7 +30,7 @@ from benchmarks.processes import child_process
 from benchmarks.tables import Table
 from benchmarks.throughput import read_with_pyarrow
 from cache_client import CacheIterableDataset, CacheMixture
-from cache_client.arguments import BatchFormat
+from cache_client.job.arguments import BatchFormat
 from cache_server import LocalCluster
 
 BATCH_SIZE = 1024

@@ -37,7 +37,7 @@ import pyarrow.parquet as pq
 
 from benchmarks.common import memory_directory, write_result
 from cache_client import CacheClient, DatasetSpec
-from cache_client.lease import _RENEWALS_PER_LEASE
+from cache_client.reading.lease import _RENEWALS_PER_LEASE
 from cache_protocol.errors import NodeUnavailableError
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.wire.grpc_channel import MAX_MESSAGE_BYTES

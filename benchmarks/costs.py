@@ -23,10 +23,10 @@ from benchmarks.common import cpu_seconds, memory_directory, pin, process_cpu_s
 from benchmarks.scale import BATCH_SIZE, InstantNode, make_case
 from benchmarks.tables import FEATURES, ROW_BYTES
 from cache_client import CacheClient, CacheIterableDataset, DatasetSpec
-from cache_client.connections import Connection
-from cache_client.order import EpochOrder
-from cache_client.plan import wait_for_plan
-from cache_client.window_sizes import WindowSizes
+from cache_client.flight.connections import Connection
+from cache_client.order.order import EpochOrder
+from cache_client.reading.shard_maps import wait_for_plan
+from cache_client.reading.window_sizes import WindowSizes
 from cache_protocol.wire.credentials import Credentials
 from cache_server import LocalCluster
 
@@ -124,8 +124,8 @@ def client_without_wire() -> tuple[float, list[float], float]:
             cpu = _repeated(lambda case=case: case.permute() + case.route())  # type: ignore[misc]
             plan_ns = cpu / sum(map(len, case.windows))
         with (
-            mock.patch("cache_client.dataset.wait_for_plan", return_value=case.shards),
-            mock.patch("cache_client.node_streams.Connection", InstantNode),
+            mock.patch("cache_client.training.dataset.wait_for_plan", return_value=case.shards),
+            mock.patch("cache_client.reading.node_streams.Connection", InstantNode),
             closing(_windows(steps)) as windows,
         ):
             next(windows)

@@ -27,11 +27,12 @@ import pyarrow as pa
 import pyarrow.flight as flight
 
 from benchmarks.common import Timing, measure_in_turn, write_result
-from cache_client.connections import GatherStream, _shard_map
-from cache_client.order import EpochOrder
-from cache_client.reader import Reader
-from cache_client.routing import Router, ShardMap
-from cache_client.window_sizes import MESSAGE_BYTES
+from cache_client.flight.connections import _shard_map
+from cache_client.flight.routing import Router, ShardMap
+from cache_client.flight.streams import GatherStream
+from cache_client.order.order import EpochOrder
+from cache_client.reading.reader import Reader
+from cache_client.reading.window_sizes import MESSAGE_BYTES
 from cache_protocol.spec.dataset_spec import DEFAULT_TARGET_SHARD_BYTES
 from cache_protocol.storage.layout import Layout, from_matrix, pool_array
 from cache_protocol.storage.row_index import Ids
@@ -154,7 +155,7 @@ def main() -> None:
     rows = windows * WINDOW_ROWS
     permuting = measure({case.name: case.permute for case in cases}, rows, repeats)
     routing = measure({case.name: case.route for case in cases}, rows, repeats)
-    with mock.patch("cache_client.node_streams.Connection", InstantNode):
+    with mock.patch("cache_client.reading.node_streams.Connection", InstantNode):
         # A fetch from 1,000 nodes takes so long that fewer tell as much.
         fetching = measure({case.name: fetcher(case) for case in cases}, rows, -(-repeats // 5))
     results = [

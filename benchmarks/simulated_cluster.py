@@ -28,11 +28,11 @@ import numpy.typing as npt
 
 from benchmarks.costs import Costs
 from benchmarks.scale import BATCH_SIZE, ROWS_PER_SHARD, SCHEMA
-from cache_client.connections import REQUEST_TIMEOUT_S
-from cache_client.order import EpochOrder, StepPlan
-from cache_client.reader import _FIRST_WAIT_S, _LONGEST_WAIT_S
-from cache_client.routing import NodeRef, Router, ShardMap
-from cache_client.window_sizes import WindowSizes
+from cache_client.flight.connections import REQUEST_TIMEOUT_S
+from cache_client.flight.routing import NodeRef, Router, ShardMap
+from cache_client.order.order import EpochOrder, StepPlan
+from cache_client.reading.reader import _FIRST_WAIT_S, _LONGEST_WAIT_S
+from cache_client.reading.window_sizes import WindowSizes
 from cache_server.config import NodeConfig
 from cache_server.coordination.placement import bytes_by_node, place
 

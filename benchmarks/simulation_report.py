@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from cache_client.connections import REQUEST_TIMEOUT_S
+from cache_client.flight.connections import REQUEST_TIMEOUT_S
 from cache_server.config import NodeConfig
 from cache_server.rpc.stream_limits import MAX_CALLS_OF_PRINCIPAL
 

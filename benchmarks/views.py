@@ -45,13 +45,13 @@ from benchmarks.common import (
 from benchmarks.contenders import BATCH_SIZE, epochs_of
 from benchmarks.tables import FEATURES, ROW_BYTES, floats
 from cache_client import CacheClient, CacheIterableDataset, DatasetSpec, Join
-from cache_client.plan import wait_for_plan
-from cache_client.ranks import find_credentials
-from cache_client.rows import Rows, cut
-from cache_client.views.columns import VersionNodes, selected_rows
-from cache_client.views.packed_batches import PackedAssembler
+from cache_client.job.ranks import find_credentials
+from cache_client.reading.rows import Rows, cut
+from cache_client.reading.shard_maps import wait_for_plan
+from cache_client.view_options.columns import VersionNodes, selected_rows
+from cache_client.view_options.packed_batches import PackedAssembler
+from cache_client.view_options.sequences import sequences_at_once
 from cache_client.views.packing import PackingView
-from cache_client.views.sequences import sequences_at_once
 from cache_client.views.shared_array import SharedArray
 from cache_client.views.view import PlainView, Samples, Shuffle
 from cache_protocol.storage.layout import Layout

@@ -12,9 +12,10 @@ The datasets and the loader need torch. They are imported at their first use: `C
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from cache_client.client import CacheClient, DatasetInfo, NodeInfo
-from cache_client.forecast import LoadForecast, TableForecast
-from cache_client.stats import NodeStats, ReadStats
+from cache_client.control.client import CacheClient
+from cache_client.control.forecast import LoadForecast, TableForecast
+from cache_client.control.infos import DatasetInfo, NodeInfo
+from cache_client.epochs.stats import NodeStats, ReadStats
 from cache_protocol.errors import (
     CacheError,
     ConfigError,
@@ -38,21 +39,21 @@ from cache_protocol.spec.dataset_spec import DatasetSpec
 from cache_protocol.wire.load_progress import LoadReport
 
 if TYPE_CHECKING:
-    from cache_client.dataset import CacheIterableDataset
-    from cache_client.loader import CacheLoader
-    from cache_client.mixture import CacheMixture
-    from cache_client.random_access import CacheDataset
-    from cache_client.views.lookup_options import Join
-    from cache_client.views.lookups import Frequent, Vocabulary
+    from cache_client.training.dataset import CacheIterableDataset
+    from cache_client.training.loader import CacheLoader
+    from cache_client.training.mixture import CacheMixture
+    from cache_client.training.random_access import CacheDataset
+    from cache_client.view_options.lookup_options import Join
+    from cache_client.view_options.lookups import Frequent, Vocabulary
 
 _AT_FIRST_USE = {
-    "CacheDataset": "random_access",
-    "CacheIterableDataset": "dataset",
-    "CacheLoader": "loader",
-    "CacheMixture": "mixture",
-    "Frequent": "views.lookups",
-    "Join": "views.lookup_options",
-    "Vocabulary": "views.lookups",
+    "CacheDataset": "training.random_access",
+    "CacheIterableDataset": "training.dataset",
+    "CacheLoader": "training.loader",
+    "CacheMixture": "training.mixture",
+    "Frequent": "view_options.lookups",
+    "Join": "view_options.lookup_options",
+    "Vocabulary": "view_options.lookups",
 }
 
 __all__ = [

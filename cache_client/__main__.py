@@ -1,4 +1,4 @@
-"""``cachectl``: the only module of this package that reads argv."""
+"""``cachectl``: its commands for datasets and TrainJobs, and its exit codes. Reads argv."""
 
 from __future__ import annotations
 
@@ -10,17 +10,24 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 import typer
 import typer.core
 import yaml
-from rich.console import RenderableType
 
-from cache_client.arguments import seconds_problems
-from cache_client.audit import Evidence, audit
-from cache_client.audit_files import evidence_of, read_records
-from cache_client.client import MAX_MEMORY_BYTES, CacheClient, DatasetInfo
-from cache_client.display import (
+from cache_client.cli.app import (
+    EXIT_CONFIG,
+    EXIT_DATA,
+    EXIT_FAILURE,
+    AsJson,
+    Endpoint,
+    IntervalS,
+    Name,
+    SpecFile,
+    TimeoutS,
+    app,
+    client_of,
+)
+from cache_client.cli.display import (
     cell,
     console,
     dataset_json,
@@ -37,12 +44,13 @@ from cache_client.display import (
     show_rows,
     table,
 )
-from cache_client.doctor import examine
-from cache_client.jobs_display import JOB_COLUMNS, audit_lines, job_json, job_row, top_view
-from cache_client.order import rows_of_step
+from cache_client.cli.doctor import examine
+from cache_client.cli.job_commands import audit_job, jobs, rows, top
+from cache_client.control.client import MAX_MEMORY_BYTES, CacheClient
+from cache_client.control.infos import DatasetInfo
+from cache_client.job.arguments import seconds_problems
 from cache_protocol.cli.output import checked_output
 from cache_protocol.cli.sizes import size
-from cache_protocol.cli.version_option import version_option
 from cache_protocol.errors import (
     CacheError,
     ConfigError,
@@ -53,94 +61,6 @@ from cache_protocol.errors import (
 )
 from cache_protocol.spec.dataset_spec import DatasetSpec, parse_bytes
 from cache_protocol.spec.job_settings import asks_for_dataset, spec_from_env
-from cache_protocol.storage.row_index import Ids
-
-EXIT_FAILURE = 1
-EXIT_DATA = 65  # EX_DATAERR
-EXIT_CONFIG = 78  # EX_CONFIG
-
-
-class _Commands(typer.core.TyperGroup):
-    """Takes ``-o json`` for ``--json``, as kubectl does."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """The arguments, with each ``-o`` replaced."""
-        return super().parse_args(ctx, _without_output_option(args))
-
-
-def _without_output_option(args: list[str]) -> list[str]:
-    found: list[str] = []
-    rest = iter(args)
-    for arg in rest:
-        name, equals, value = arg.partition("=")
-        if arg == "--":
-            return [*found, arg, *rest]
-        if arg not in ("-o", "-ojson", "-otable") and name not in ("-o", "--output"):
-            found.append(arg)
-            continue
-        chosen = arg[2:] if arg.startswith("-o") and len(arg) > 3 and not equals else value
-        chosen = chosen or next(rest, "")
-        if chosen not in ("json", "table"):
-            raise ConfigError(f"--output must be json or table, got {chosen!r}")
-        found += ["--json"] * (chosen == "json")
-    return found
-
-
-app = typer.Typer(
-    name="cachectl",
-    no_args_is_help=True,
-    cls=_Commands,
-    rich_markup_mode=None,  # rich's tables would cut off long options at 80 columns
-    context_settings={"max_content_width": 120},
-    pretty_exceptions_enable=False,
-)
-
-_SPEC_HELP = "YAML file that describes the dataset: name, source, sql."
-
-Endpoint = Annotated[
-    str | None,
-    typer.Option(envvar="CACHE_ENDPOINT", help="grpc://HOST:PORT of any cache node."),
-]
-TimeoutS = Annotated[float, typer.Option(help="Seconds to wait for an answer.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs; also: -o json.")]
-SpecFile = Annotated[Path, typer.Argument(metavar="SPEC", help=_SPEC_HELP)]
-Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of a dataset.")]
-IntervalS = Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")]
-
-
-# Options before the command: how every command shows the cache who you are.
-_access: dict[str, str | None] = {"token_file": None, "tls_ca": None}
-
-
-@app.callback()
-def _options(
-    token_file: Annotated[
-        str | None,
-        typer.Option(
-            metavar="<path>",
-            help="File of your token; default: CACHE_TOKEN or CACHE_TOKEN_FILE.",
-        ),
-    ] = None,
-    tls_ca: Annotated[
-        str | None,
-        typer.Option(
-            metavar="<path>",
-            help="Certificates that sign those of the nodes; default: CACHE_TLS_CA.",
-        ),
-    ] = None,
-    show_version: Annotated[bool, version_option("cachectl")] = False,
-) -> None:
-    """Load, list and drop the datasets of a cache."""
-    _access.update(token_file=token_file, tls_ca=tls_ca)
-
-
-def _client(endpoint: str | None, timeout_s: float = 30.0) -> CacheClient:
-    return CacheClient(
-        endpoint,
-        timeout_s=timeout_s,
-        token_file=_access["token_file"],
-        tls_ca=_access["tls_ca"],
-    )
 
 
 @app.command()
@@ -232,7 +152,7 @@ def _cache_and_spec(
     problems: list[str], endpoint: str | None, make_spec: Callable[[], DatasetSpec]
 ) -> tuple[CacheClient, DatasetSpec]:
     spec = checked(problems, make_spec)
-    client = checked(problems, lambda: _client(endpoint))
+    client = checked(problems, lambda: client_of(endpoint))
     if problems or client is None or spec is None:
         raise ConfigError("; ".join(problems))
     return client, spec
@@ -310,7 +230,7 @@ def list_datasets(
     as_json: AsJson = False,
 ) -> None:
     """List the datasets."""
-    client = _client(endpoint, timeout_s=timeout_s)
+    client = client_of(endpoint, timeout_s=timeout_s)
     if as_json and watch:
         raise ConfigError("--watch shows tables: leave out --json")
     if watch:
@@ -345,135 +265,10 @@ def _dataset_rows(datasets: list[DatasetInfo]) -> list[list[str]]:
     ]
 
 
-@app.command()
-def jobs(endpoint: Endpoint = None, timeout_s: TimeoutS = 30.0, as_json: AsJson = False) -> None:
-    """List training jobs, and what each waits for."""
-    found = _client(endpoint, timeout_s=timeout_s).jobs()
-    if as_json:
-        print_json([job_json(job) for job in found])
-        return
-    show_rows(JOB_COLUMNS, [job_row(job) for job in found])
-
-
-@app.command()
-def top(
-    job: Annotated[str | None, typer.Argument(metavar="[JOB]", help="Only this job.")] = None,
-    interval_s: IntervalS = 2.0,
-    once: Annotated[bool, typer.Option("--once", help="Show it once.")] = False,
-    endpoint: Endpoint = None,
-    timeout_s: TimeoutS = 30.0,
-    as_json: AsJson = False,
-) -> None:
-    """Show live which rank waits for what."""
-    client = _client(endpoint, timeout_s=timeout_s)
-    if as_json:
-        print_json([job_json(found) for found in client.jobs(job or "")])
-        return
-
-    def view() -> RenderableType:
-        live = [found for found in client.jobs(job or "") if found.live or job]
-        return top_view(live, client.nodes())
-
-    show_live(view, None if once else interval_s)
-
-
-@app.command("audit")
-def audit_job(
-    job: Annotated[str | None, typer.Argument(metavar="[JOB]", help="Name of a job.")] = None,
-    state: Annotated[
-        list[Path] | None,
-        typer.Option(help="Instead of JOB: state file of one rank (JSON or torch); repeat it."),
-    ] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed that the job should have used.")] = None,
-    endpoint: Endpoint = None,
-    timeout_s: TimeoutS = 30.0,
-    as_json: AsJson = False,
-) -> None:
-    """Prove that a job read each row once.
-
-    Else names the first wrong step of each epoch.
-
-    Ends with 0 if everything is proven, else with 1.
-    """
-    if (job is None) == (not state):
-        raise ConfigError("give either a JOB or --state FILE")
-    if state:
-        by_dataset = {"": [Evidence(record) for path in state for record in read_records(path)]}
-    else:
-        found = _client(endpoint, timeout_s=timeout_s).jobs(job or "", audits=True)
-        by_dataset = {info.dataset: evidence_of(info) for info in found}
-    results = {name: audit(evidence, seed=seed) for name, evidence in by_dataset.items()}
-    if as_json:
-        print_json(
-            [{"dataset": name, **asdict(one)} for name, every in results.items() for one in every]
-        )
-    else:
-        for name, every in results.items():
-            if name:
-                show_line(f"dataset {printable(name)}")
-            for line in [line for one in every for line in audit_lines(one)]:
-                show_line(line)
-            if not every:
-                show_line("no record: its readers have workers of another DataLoader, or are new")
-    is_proven = all(every and all(one.outcome == "proven" for one in every)
-                    for every in results.values())  # fmt: skip
-    raise typer.Exit(0 if is_proven else EXIT_FAILURE)
-
-
-@app.command()
-def rows(
-    name: Name,
-    step: Annotated[int, typer.Option(min=0, help="Step of the epoch.")],
-    batch_size: Annotated[int, typer.Option(min=1, help="Rows per rank and step.")],
-    world_size: Annotated[int, typer.Option(min=1, help="Ranks of the job.")] = 1,
-    rank: Annotated[int | None, typer.Option(min=0, help="One rank.  [default: all]")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the order.")] = 0,
-    epoch: Annotated[int, typer.Option(min=0, help="Epoch.")] = 0,
-    shuffle: Annotated[bool, typer.Option(help="Whether the job shuffles.")] = True,
-    shuffle_block_size: Annotated[
-        int | None, typer.Option(min=1, help="As the job has it.")
-    ] = None,
-    rows_consumed: Annotated[
-        int, typer.Option(min=0, help="Where the job resumed the epoch; steps count from there.")
-    ] = 0,
-    endpoint: Endpoint = None,
-    timeout_s: TimeoutS = 30.0,
-    as_json: AsJson = False,
-) -> None:
-    """Show the rows of one training step."""
-    step_rows: list[tuple[int, int]] = []
-
-    def row_ids(num_rows: int) -> Ids:
-        try:
-            found = rows_of_step(
-                num_rows, step,
-                batch_size=batch_size, world_size=world_size, rank=rank, seed=seed, epoch=epoch,
-                shuffle=shuffle, shuffle_block_size=shuffle_block_size,
-                rows_consumed=rows_consumed,
-            )  # fmt: skip
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
-        step_rows.extend(found)
-        return np.array([row_id for _, row_id in found], np.int64)
-
-    batch = _client(endpoint, timeout_s=timeout_s).rows(name, row_ids)
-    values = batch.to_pylist()
-    if as_json:
-        print_json(
-            [
-                {"rank": of, "row": row_id, "values": {k: json_value(v) for k, v in row.items()}}
-                for (of, row_id), row in zip(step_rows, values, strict=True)
-            ]
-        )
-        return
-    types = batch.schema.types
-    show_rows(
-        ["rank", "row id", *batch.schema.names],
-        [
-            [str(of), str(row_id), *map(cell, row.values(), types)]
-            for (of, row_id), row in zip(step_rows, values, strict=True)
-        ],
-    )
+app.command()(jobs)
+app.command()(top)
+app.command("audit")(audit_job)
+app.command()(rows)
 
 
 @app.command()
@@ -482,7 +277,7 @@ def doctor(endpoint: Endpoint = None, timeout_s: TimeoutS = 10.0, as_json: AsJso
 
     Says what is wrong, and how to mend it.
     """
-    checks = examine(_client(endpoint, timeout_s=timeout_s), version("trainer-data-cache"))
+    checks = examine(client_of(endpoint, timeout_s=timeout_s), version("trainer-data-cache"))
     if as_json:
         print_json([asdict(check) for check in checks])
     else:
@@ -498,7 +293,7 @@ def describe(
     name: Name, endpoint: Endpoint = None, timeout_s: TimeoutS = 30.0, as_json: AsJson = False
 ) -> None:
     """Show the columns, size and shards of a dataset."""
-    show_dataset(_client(endpoint, timeout_s=timeout_s).describe(name), as_json)
+    show_dataset(client_of(endpoint, timeout_s=timeout_s).describe(name), as_json)
 
 
 @app.command()
@@ -506,7 +301,7 @@ def drop(
     name: Name, endpoint: Endpoint = None, timeout_s: TimeoutS = 30.0, as_json: AsJson = False
 ) -> None:
     """Drop a dataset from every node."""
-    _client(endpoint, timeout_s=timeout_s).drop(name)
+    client_of(endpoint, timeout_s=timeout_s).drop(name)
     if as_json:
         print_json({"dropped": name})
     else:
@@ -516,7 +311,7 @@ def drop(
 @app.command()
 def nodes(endpoint: Endpoint = None, timeout_s: TimeoutS = 30.0, as_json: AsJson = False) -> None:
     """List the cache nodes."""
-    found = _client(endpoint, timeout_s=timeout_s).nodes()
+    found = client_of(endpoint, timeout_s=timeout_s).nodes()
     if as_json:
         print_json([asdict(node) for node in found])
         return
@@ -546,7 +341,7 @@ def head(
     as_json: AsJson = False,
 ) -> None:
     """Show the first rows of a dataset, in source order."""
-    batch = _client(endpoint, timeout_s=timeout_s).head(name, num_rows)
+    batch = client_of(endpoint, timeout_s=timeout_s).head(name, num_rows)
     rows = batch.to_pylist()
     if as_json:
         print_json([{key: json_value(value) for key, value in row.items()} for row in rows])

@@ -18,8 +18,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from cache_client import CacheClient, DatasetSpec
-from cache_client.connections import Connection
-from cache_client.reader import Reader
+from cache_client.flight import connections
+from cache_client.reading import reader
 from cache_server import LocalCluster
 from cache_server.local import LocalNode
 from tests import forked_python
@@ -102,13 +102,13 @@ def dataset_name(request: pytest.FixtureRequest, client: CacheClient) -> Iterato
 def fetches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many rows readers were asked for, at each time."""
     sizes: list[int] = []
-    ask = Reader.ask
+    ask = reader.Reader.ask
 
-    def noting(self: Reader, row_ids: Any, *args: Any, **options: Any) -> Any:
+    def noting(self: reader.Reader, row_ids: Any, *args: Any, **options: Any) -> Any:
         sizes.append(len(row_ids))
         return ask(self, row_ids, *args, **options)
 
-    monkeypatch.setattr(Reader, "ask", noting)
+    monkeypatch.setattr(reader.Reader, "ask", noting)
     return sizes
 
 
@@ -116,13 +116,13 @@ def fetches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def streams(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The location of each gather stream that is opened."""
     opened: list[str] = []
-    open_gather = Connection.open_gather
+    open_gather = connections.Connection.open_gather
 
-    def spy(self: Connection, *arguments: object, **options: object) -> object:
+    def spy(self: connections.Connection, *arguments: object, **options: object) -> object:
         opened.append(self.location)
         return open_gather(self, *arguments, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Connection, "open_gather", spy)
+    monkeypatch.setattr(connections.Connection, "open_gather", spy)
     return opened
 
 

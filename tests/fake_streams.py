@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import pyarrow as pa
 
-from cache_client.connections import GatherStream
-from cache_client.routing import NodeRef, ShardMap
+from cache_client.flight import routing
+from cache_client.flight import streams as flight_streams
 from cache_protocol.errors import CacheError
 from cache_protocol.storage.row_index import Ids
 
@@ -28,12 +28,12 @@ class Clock:
         return self.now
 
 
-def shard_map(nodes: int, *, leased_at: float = 0.0) -> ShardMap:
+def shard_map(nodes: int, *, leased_at: float = 0.0) -> routing.ShardMap:
     """A shard for each node, of ten rows."""
-    return ShardMap(
+    return routing.ShardMap(
         "table", "f", pa.schema([("row", pa.int64())]), 10 * nodes,
         np.arange(nodes, dtype=np.int64) * 10,
-        tuple(NodeRef(f"node-{i}", location(i)) for i in range(nodes)),
+        tuple(routing.NodeRef(f"node-{i}", location(i)) for i in range(nodes)),
         tuple((i,) for i in range(nodes)), lease_s=LEASE_S, leased_at=leased_at,
     )  # fmt: skip
 
@@ -42,7 +42,7 @@ def location(node: int) -> str:
     return f"grpc://node-{node}:1"
 
 
-class FakeStream(GatherStream):
+class FakeStream(flight_streams.GatherStream):
     """A stream that answers every request with as many rows as were asked for."""
 
     def __init__(self, error: CacheError | None = None) -> None:
@@ -69,7 +69,7 @@ class FakeStreams:
         on_call: called before each call.
     """
 
-    shards: ShardMap
+    shards: routing.ShardMap
     errors: dict[str, CacheError] = field(default_factory=dict)
     streams: dict[str, FakeStream | CacheError] = field(default_factory=dict)
     calls: list[tuple[str, str]] = field(default_factory=list)
@@ -122,7 +122,7 @@ class _FakeConnection:
         timeout_s: float,
         *,
         known_groups: int | None,
-    ) -> ShardMap:
+    ) -> routing.ShardMap:
         assert (dataset, fingerprint, known_groups) == ("table", "f", None)
         self.streams.record("map", self.location, timeout_s)
         return self.streams.shards

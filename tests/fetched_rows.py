@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pyarrow as pa
 
-from cache_client.rows import Rows
+from cache_client.reading import rows as reading_rows
 from cache_protocol.storage.layout import Layout
 
 BOOL = {"cache.source_type": "bool"}
@@ -22,7 +22,7 @@ SCHEMA = pa.schema(
 LAYOUT = Layout(SCHEMA)
 
 
-def rows(labels: list[int]) -> Rows:
+def rows(labels: list[int]) -> reading_rows.Rows:
     """A row for each label."""
     size = len(labels)
     values = {
@@ -34,7 +34,7 @@ def rows(labels: list[int]) -> Rows:
         "text": pa.array([f"{n}" for n in range(size)]),
         "ids": pa.array([list(range(n)) for n in range(size)], pa.list_(pa.int64())),
     }
-    return Rows(
+    return reading_rows.Rows(
         LAYOUT,
         {LAYOUT.place(name)[0]: matrix for name, matrix in values.items()},
         {LAYOUT.place(name)[0]: array for name, array in plain.items()},

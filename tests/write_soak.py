@@ -31,7 +31,7 @@ from cache_client import (
     LostPartitionsError,
     NodeUnavailableError,
 )
-from cache_client.writes import PartitionAck, Write
+from cache_client.writing import writes
 from cache_server import LocalCluster
 from cache_server.local import LocalNode
 from tests.waiting import wait_until
@@ -67,7 +67,7 @@ def write(client: CacheClient, name: str, seed: int, append: bool) -> None:
         replicas=chance.choice([1, 2]),
         ttl_s=TTL_S,
     )
-    acks: dict[int, PartitionAck] = {}
+    acks: dict[int, writes.PartitionAck] = {}
     attempts = Counter[int]()
 
     def put(partition: int) -> None:
@@ -93,7 +93,9 @@ def write(client: CacheClient, name: str, seed: int, append: bool) -> None:
             return
 
 
-def _put(begun: Write, partition: int, attempts: Counter[int], rows: pa.Table) -> PartitionAck:
+def _put(
+    begun: writes.Write, partition: int, attempts: Counter[int], rows: pa.Table
+) -> writes.PartitionAck:
     attempts[partition] += 1
     return begun.put(partition, attempts[partition], rows, timeout_s=20.0)
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import pyarrow as pa
 
-from cache_client.client import CacheClient
+from cache_client.control.client import CacheClient
 from cache_client.engines.tasks import PARTITION_BYTES, RowParts, chosen, put_again
-from cache_client.writes import PartitionAck, Write
+from cache_client.writing.writes import PartitionAck, Write
 from cache_protocol.errors import ConfigError, RequestError, missing_package
 
 try:

@@ -13,10 +13,10 @@ from typing import Any
 
 import pyarrow as pa
 
-from cache_client.arrow_sources import plain_batch
-from cache_client.client import CacheClient
+from cache_client.control.client import CacheClient
 from cache_client.engines.tasks import RowParts, chosen, put_batches
-from cache_client.writes import PartitionAck, Write
+from cache_client.writing.arrow_sources import plain_batch
+from cache_client.writing.writes import PartitionAck, Write
 from cache_protocol.errors import ConfigError, RequestError, checked, missing_package
 
 try:

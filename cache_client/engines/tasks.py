@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 import pyarrow as pa
 
-from cache_client.client import CacheClient
-from cache_client.writes import PartitionAck, Write, until_sealed
+from cache_client.control.client import CacheClient
+from cache_client.writing.writes import PartitionAck, Write, until_sealed
 from cache_protocol.errors import LoadError, NotReadyError
 
 PARTITION_BYTES = 64 * 1024 * 1024  # about the size of a shard

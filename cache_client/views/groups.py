@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from cache_client.permutation import Int64Array
+from cache_client.order.permutation import Int64Array
 from cache_client.views.view import Epochs, Numbers, Samples, joined_ranges
 
 _MAX_INT32 = 2**31 - 1

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from cache_client.permutation import Int64Array, Permutation
+from cache_client.order.permutation import Int64Array, Permutation
 from cache_client.views.view import Epochs, Numbers, Samples, Shuffle, View
 
 WINDOW_BUCKETS: Final = 64

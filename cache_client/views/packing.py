@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from cache_client.permutation import Int64Array
+from cache_client.order.permutation import Int64Array
 from cache_client.views.view import Epochs, Numbers, Samples, Shuffle, View, joined_ranges
 
 _APART: Final = 16  # sequences between two marks

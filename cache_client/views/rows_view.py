@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cache_client.permutation import Int64Array
+from cache_client.order.permutation import Int64Array
 from cache_client.views.shared_array import SharedArray
 from cache_client.views.view import Epochs, Samples
 from cache_protocol.storage.row_index import RowIndex

@@ -13,14 +13,14 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from cache_client.permutation import Int64Array, Permutation, splitmix64
+from cache_client.order.permutation import Int64Array, Permutation, splitmix64
 from cache_client.views.view import Epochs, Numbers, Samples, Shuffle, View
 
 # Of the largest weight, and of the sum: weights are whole numbers, so that sums are exact.
 _WEIGHT_BITS: Final = 31
 _MAX_SUM_BITS: Final = 61
 _MOST_CYCLES: Final = 2**61  # runs of classes in all epochs; then they begin anew
-# Streams of `Permutation` and of random words; `cache_client.order` has others.
+# Streams of `Permutation` and of random words; `cache_client.order.order` has others.
 _STREAM_CLASSES, _STREAM_CLASS_ROWS, _STREAM_WEIGHTS = 16, 17, 18
 
 

@@ -20,8 +20,8 @@ from typing import Final, Literal
 
 import numpy as np
 
-from cache_client.permutation import Int64Array, splitmix64
-from cache_client.views.names import quoted
+from cache_client.order.permutation import Int64Array, splitmix64
+from cache_client.views.view import quoted
 
 NUM_HASHES: Final = 2**64
 _SALTS: Final = {"split": 0x2545F4914F6CDD1D, "fold": 0x9E6C63D0876A9A35}  # any odd numbers

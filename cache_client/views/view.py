@@ -10,15 +10,20 @@ nor tensors, and does no I/O.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
-from cache_client.order import EpochOrder
-from cache_client.permutation import Int64Array
+from cache_client.order.load_log import LoadLog
+from cache_client.order.order import EpochOrder
+from cache_client.order.permutation import Int64Array
+from cache_protocol.errors import ConfigError
 
 IntArray = npt.NDArray[np.signedinteger]
 
@@ -206,3 +211,83 @@ def joined_ranges(starts: Int64Array, lengths: Int64Array) -> Int64Array:
     """The integers of half-open ranges, one range after the other."""
     before = lengths.cumsum() - lengths
     return (starts - before).repeat(lengths) + np.arange(lengths.sum(), dtype=np.int64)
+
+
+_COLUMN: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+def quoted(column: str) -> str:
+    """SQL of a column, which may have any name."""
+    return '"' + column.replace('"', '""') + '"'
+
+
+def as_sql(text: str, columns: Collection[str]) -> str:
+    """SQL of an option that takes a column or an expression.
+
+    Args:
+        text: the name of a column, or SQL.
+        columns: that are known. A name of letters, digits and ``_`` needs not be one of them.
+    """
+    return quoted(text) if text in columns or _COLUMN.fullmatch(text) else text
+
+
+def of_slots(found: pa.ChunkedArray, inner: View) -> pa.Array:
+    """The value of each slot.
+
+    Args:
+        found: the values of all rows of the version, in order.
+        inner: a view with one row in each slot, the same in all epochs.
+    """
+    rows = inner.samples(np.arange(inner.num_slots(0), dtype=np.int64), 0).row_ids
+    if len(rows) != len(found) or not np.array_equal(rows, np.arange(len(rows))):
+        found = found.take(pa.array(rows))
+    return found.combine_chunks()
+
+
+def codes_of(option: str, found: pa.ChunkedArray) -> pa.ChunkedArray:
+    """A code for each value, from 0 by first appearance; int32. A null stays null.
+
+    Values are encoded one chunk after the other: together, texts may be longer than an Arrow array.
+
+    Args:
+        option: that has these values, for the error.
+        found: of any type but lists and structs.
+
+    Raises:
+        ConfigError: Arrow does not encode values of this type; quotes it.
+    """
+    if pa.types.is_null(found.type):  # Arrow does not unify dictionaries of this type
+        return found.cast(pa.int32())
+    try:
+        encoded = found.dictionary_encode().unify_dictionaries()
+    except pa.ArrowNotImplementedError:
+        raise ConfigError(f"{option} must give single values, got {found.type}") from None
+    return pa.chunked_array([chunk.indices for chunk in encoded.chunks], pa.int32())
+
+
+@dataclass(frozen=True)
+class LoggedView:
+    """Slot i has the i-th row of the log.
+
+    Args:
+        log: as far as it is known.
+    """
+
+    log: LoadLog
+    num_bytes: int = 0
+    orders_rows: bool = False
+    epochs: Epochs = "same rows"
+    rows_per_slot: float = 1.0
+
+    @property
+    def identity(self) -> str:
+        """Names the log."""
+        return f"log {self.log.log_id}"
+
+    def num_slots(self, epoch: int) -> int:
+        """Rows of the version; `UNKNOWN_ROWS` while that is not known."""
+        return self.log.num_slots
+
+    def samples(self, slots: Int64Array, epoch: int) -> Samples:
+        """The rows of slots of known groups."""
+        return Samples(self.log.numbers_by_shard(slots))

@@ -137,7 +137,7 @@ def make_job(cluster: Cluster) -> MakeJob:
 TRAIN = """
 import json, os, pathlib, time
 from cache_client import CacheIterableDataset
-from cache_client.ranks import find_rank
+from cache_client.job.ranks import find_rank
 
 rank = find_rank()
 print(json.dumps({"pid": os.getpid()}), flush=True)

@@ -22,7 +22,7 @@ from cache_client import (
     NodeUnavailableError,
     UnauthenticatedError,
 )
-from cache_client.ranks import find_credentials
+from cache_client.job import ranks
 from cache_protocol.wire import local_tokens
 from cache_server import LocalCluster
 from tests.certificates import Authority
@@ -217,8 +217,8 @@ def test_a_local_cluster_has_a_token_that_only_its_user_finds() -> None:
     with LocalCluster(1) as cluster:
         assert cluster.token is not None and cluster.token not in repr(cluster)
         assert local_tokens.find(cluster.endpoint) == cluster.token
-        assert find_credentials(cluster.endpoint).token == cluster.token
-        assert cluster.token not in repr(find_credentials(cluster.endpoint))
+        assert ranks.find_credentials(cluster.endpoint).token == cluster.token
+        assert cluster.token not in repr(ranks.find_credentials(cluster.endpoint))
         directory = local_tokens._directory()
         mode = (
             directory.stat().st_mode

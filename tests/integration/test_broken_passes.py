@@ -17,16 +17,10 @@ import numpy as np
 import psutil
 import pytest
 
-from cache_client import (
-    CacheClient,
-    CacheIterableDataset,
-    DatasetSpec,
-    NodeUnavailableError,
-    node_streams,
-)
-from cache_client.order import EpochOrder
-from cache_client.plan import wait_for_plan
-from cache_client.reader import Reader
+from cache_client import CacheClient, CacheIterableDataset, DatasetSpec, NodeUnavailableError
+from cache_client.order import order as ordering
+from cache_client.reading import node_streams, shard_maps
+from cache_client.reading import reader as reading_reader
 from cache_server import LocalCluster
 from cache_server.local import LocalNode
 from tests import forked_python
@@ -79,7 +73,7 @@ def rows_with(batches: CacheIterableDataset, at_step: dict[int, Callable[[], obj
 
 
 def order() -> list[int]:
-    ids = EpochOrder(ROWS, shuffle=True).row_ids(np.arange(ROWS))
+    ids = ordering.EpochOrder(ROWS, shuffle=True).row_ids(np.arange(ROWS))
     return [int(row) for row in ids]
 
 
@@ -107,10 +101,12 @@ def test_a_node_that_hangs_has_no_other_one_passed_over(
     nodes: LocalCluster, source: Path, position: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     load(nodes, source, replicas=2)
-    shards = wait_for_plan(nodes.endpoint, "table", ["row"], DEADLINE_S)
+    shards = shard_maps.wait_for_plan(nodes.endpoint, "table", ["row"], DEADLINE_S)
     hanging = shards.nodes[position]
     node = next(node for node in nodes.nodes if node.node_id == hanging.id)
-    with Reader(nodes.endpoint, shards, columns=("row",), deadline_s=DEADLINE_S) as reader:
+    with reading_reader.Reader(
+        nodes.endpoint, shards, columns=("row",), deadline_s=DEADLINE_S
+    ) as reader:
         hang(node)()
         try:
             pieces = reader.fetch(np.arange(ROWS))
@@ -126,13 +122,15 @@ def test_windows_that_were_asked_ahead_of_a_node_that_hangs_do_not_ask_it_again(
     nodes: LocalCluster, source: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     load(nodes, source, replicas=2)
-    shards = wait_for_plan(nodes.endpoint, "table", ["row"], DEADLINE_S)
+    shards = shard_maps.wait_for_plan(nodes.endpoint, "table", ["row"], DEADLINE_S)
     node = next(node for node in nodes.nodes if node.node_id == shards.nodes[1].id)
-    with Reader(nodes.endpoint, shards, columns=("row",), deadline_s=DEADLINE_S) as reader:
+    with reading_reader.Reader(
+        nodes.endpoint, shards, columns=("row",), deadline_s=DEADLINE_S
+    ) as reader:
         reader.request(np.arange(ROWS))()  # one stream to each node
         hang(node)()
         try:
-            with caplog.at_level(logging.DEBUG, "cache_client.reader"):
+            with caplog.at_level(logging.DEBUG, "cache_client.reading.reader"):
                 ahead = [reader.request(np.arange(ROWS)) for _ in range(3)]
                 counts = [sum(piece.num_rows for piece in answers()) for answers in ahead]
         finally:
@@ -145,9 +143,11 @@ def test_windows_that_were_asked_ahead_of_a_node_that_hangs_do_not_ask_it_again(
 def test_nodes_that_hang_at_once_are_waited_for_together(source: Path) -> None:
     with LocalCluster(num_nodes=4, insecure=True) as four:
         load(four, source, replicas=4)
-        shards = wait_for_plan(four.endpoint, "table", ["row"], DEADLINE_S)
+        shards = shard_maps.wait_for_plan(four.endpoint, "table", ["row"], DEADLINE_S)
         hanging = four.nodes[1:]
-        with Reader(four.endpoint, shards, columns=("row",), deadline_s=DEADLINE_S) as reader:
+        with reading_reader.Reader(
+            four.endpoint, shards, columns=("row",), deadline_s=DEADLINE_S
+        ) as reader:
             try:
                 for node in hanging:
                     hang(node)()
@@ -165,11 +165,13 @@ def test_a_node_that_was_not_asked_as_others_hang_is_not_passed_over(
 ) -> None:
     load(nodes, source, replicas=2)
     monkeypatch.setattr(node_streams, "_MAX_OPENED_AT_ONCE", 1)
-    shards = wait_for_plan(nodes.endpoint, "table", ["row"], DEADLINE_S)
+    shards = shard_maps.wait_for_plan(nodes.endpoint, "table", ["row"], DEADLINE_S)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         hangs = replace(shards.nodes[0], location=f"grpc://127.0.0.1:{silent.getsockname()[1]}")
         shards = replace(shards, nodes=(hangs, *shards.nodes[1:]))
-        with Reader(hangs.location, shards, columns=("row",), deadline_s=DEADLINE_S) as reader:
+        with reading_reader.Reader(
+            hangs.location, shards, columns=("row",), deadline_s=DEADLINE_S
+        ) as reader:
             pieces = reader.fetch(np.arange(ROWS))
     assert sum(piece.num_rows for piece in pieces) == ROWS
 
@@ -192,7 +194,7 @@ def test_a_node_that_hangs_is_waited_for_by_one_pass_and_not_by_each(
     table = dataset(nodes)
     hang(nodes.nodes[1])()
     try:
-        with caplog.at_level(logging.DEBUG, "cache_client.reader"):
+        with caplog.at_level(logging.DEBUG, "cache_client.reading.reader"):
             assert rows_with(table, {}) == order()
             of_first = times_waited()
             for _ in range(3):
@@ -207,8 +209,8 @@ def test_a_node_that_comes_back_is_asked_again_by_who_went_on_without_it(
     nodes: LocalCluster, source: Path
 ) -> None:
     load(nodes, source, replicas=2)
-    shards = wait_for_plan(nodes.endpoint, "table", ["row"], DEADLINE_S)
-    with Reader(nodes.endpoint, shards, columns=("row",)) as reader:
+    shards = shard_maps.wait_for_plan(nodes.endpoint, "table", ["row"], DEADLINE_S)
+    with reading_reader.Reader(nodes.endpoint, shards, columns=("row",)) as reader:
         nodes.nodes[1].kill()
         reader.fetch(np.arange(ROWS))
         assert reader.num_nodes == 1

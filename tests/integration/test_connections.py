@@ -13,17 +13,11 @@ from pathlib import Path
 import pyarrow.flight as flight
 import pytest
 
-from cache_client import (
-    CacheClient,
-    DatasetNotFoundError,
-    DatasetSpec,
-    StaleVersionError,
-    connections,
-    node_streams,
-)
-from cache_client.connections import Connection, ConnectionClosedError, GatherStream
-from cache_client.node_streams import CLOSED, NodeStreams, NotAskedError
-from cache_client.ranks import find_credentials
+from cache_client import CacheClient, DatasetNotFoundError, DatasetSpec, StaleVersionError
+from cache_client.flight import connections, shared_handle
+from cache_client.flight import streams as flight_streams
+from cache_client.job import ranks
+from cache_client.reading import node_streams
 from cache_protocol.errors import CacheError, NodeUnavailableError
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server import LocalCluster
@@ -68,7 +62,7 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 def test_a_call_that_runs_when_its_connection_is_closed_still_gets_its_answer(
     server: SlowServer, pool: ThreadPoolExecutor
 ) -> None:
-    connection = Connection(f"grpc://127.0.0.1:{server.port}")
+    connection = connections.Connection(f"grpc://127.0.0.1:{server.port}")
     call = pool.submit(connection.coordinator, WAIT_S)
     assert server.asked.wait(WAIT_S)
 
@@ -77,21 +71,23 @@ def test_a_call_that_runs_when_its_connection_is_closed_still_gets_its_answer(
     assert connection.is_closed
     server.answer.set()
     assert call.result(WAIT_S).control_location == "there"
-    with pytest.raises(ConnectionClosedError, match=f"127.0.0.1:{server.port} was closed"):
+    with pytest.raises(
+        shared_handle.ConnectionClosedError, match=f"127.0.0.1:{server.port} was closed"
+    ):
         connection.coordinator(WAIT_S)
 
 
 def test_a_receive_that_runs_when_its_stream_is_closed_is_broken_off_at_once(
     server: SlowServer, pool: ThreadPoolExecutor
 ) -> None:
-    with Connection(f"grpc://127.0.0.1:{server.port}") as connection:
+    with connections.Connection(f"grpc://127.0.0.1:{server.port}") as connection:
         stream = connection.open_gather("table", "", (), WAIT_S)
         receive = pool.submit(stream.receive, 1)
         assert server.asked.wait(WAIT_S)
 
         stream.close()
 
-        with pytest.raises(ConnectionClosedError, match=r"stream from .* was closed"):
+        with pytest.raises(shared_handle.ConnectionClosedError, match=r"stream from .* was closed"):
             receive.result(WAIT_S / 2)  # the server has not answered yet
 
 
@@ -99,15 +95,15 @@ def test_a_stream_that_opens_too_late_is_refused_and_closed_once_it_is_open(
     server: SlowServer,
 ) -> None:
     let_open = threading.Event()
-    opened: list[GatherStream] = []
+    opened: list[flight_streams.GatherStream] = []
 
-    def open_late(connection: Connection) -> GatherStream:
+    def open_late(connection: connections.Connection) -> flight_streams.GatherStream:
         assert let_open.wait(WAIT_S)
         opened.append(connection.open_gather("table", "", (), WAIT_S))
         return opened[0]
 
     location = f"grpc://127.0.0.1:{server.port}"
-    streams = NodeStreams(open_late, timeout_s=0.05)
+    streams = node_streams.NodeStreams(open_late, timeout_s=0.05)
     (refused,) = streams.take([location])
     assert isinstance(refused, NodeUnavailableError)
     assert str(refused) == f"node at {location} did not answer within 0.05 s"
@@ -122,18 +118,18 @@ def test_streams_that_are_being_opened_are_waited_for_no_longer_once_all_is_clos
 ) -> None:
     asked, let_open = threading.Event(), threading.Event()
 
-    def open_never(connection: Connection) -> GatherStream:
+    def open_never(connection: connections.Connection) -> flight_streams.GatherStream:
         asked.set()
         assert let_open.wait(WAIT_S)
         raise NodeUnavailableError("never")
 
-    streams = NodeStreams(open_never, timeout_s=WAIT_S)
+    streams = node_streams.NodeStreams(open_never, timeout_s=WAIT_S)
     taking = pool.submit(streams.take, ["grpc://127.0.0.1:1"])
     assert asked.wait(WAIT_S)
     streams.close()
 
     (refused,) = taking.result(WAIT_S / 2)
-    assert str(refused) == CLOSED
+    assert str(refused) == node_streams.CLOSED
     let_open.set()
 
 
@@ -143,14 +139,16 @@ def test_nodes_that_were_not_asked_as_others_hang_are_told_from_those(
     monkeypatch.setattr(node_streams, "_MAX_OPENED_AT_ONCE", 1)
     let_open = threading.Event()
 
-    def open_late(connection: Connection) -> GatherStream:
+    def open_late(connection: connections.Connection) -> flight_streams.GatherStream:
         assert let_open.wait(WAIT_S)
         raise NodeUnavailableError("never")
 
-    streams = NodeStreams(open_late, timeout_s=0.05)
+    streams = node_streams.NodeStreams(open_late, timeout_s=0.05)
     hangs, not_asked = streams.take(["grpc://127.0.0.1:1", "grpc://127.0.0.1:2"])
-    assert isinstance(hangs, NodeUnavailableError) and not isinstance(hangs, NotAskedError)
-    assert isinstance(not_asked, NotAskedError)
+    assert isinstance(hangs, NodeUnavailableError) and not isinstance(
+        hangs, node_streams.NotAskedError
+    )
+    assert isinstance(not_asked, node_streams.NotAskedError)
     assert str(not_asked) == "node at grpc://127.0.0.1:2 was not asked before the time limit"
     let_open.set()
     streams.close()
@@ -159,14 +157,14 @@ def test_nodes_that_were_not_asked_as_others_hang_are_told_from_those(
 def test_a_stream_that_breaks_while_it_is_opened_is_closed(
     server: SlowServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    broken: list[GatherStream] = []
+    broken: list[flight_streams.GatherStream] = []
 
-    def begin(stream: GatherStream) -> None:
+    def begin(stream: flight_streams.GatherStream) -> None:
         broken.append(stream)
         raise NodeUnavailableError("broke")
 
-    monkeypatch.setattr(GatherStream, "begin", begin)
-    with Connection(f"grpc://127.0.0.1:{server.port}") as connection:
+    monkeypatch.setattr(flight_streams.GatherStream, "begin", begin)
+    with connections.Connection(f"grpc://127.0.0.1:{server.port}") as connection:
         with pytest.raises(NodeUnavailableError, match="broke"):
             connection.open_gather("table", "", (), WAIT_S)
         assert not broken[0].is_fresh
@@ -179,7 +177,7 @@ def test_a_connection_that_is_never_made_is_given_up_before_the_time_of_its_call
     with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts, and never says a word
         location = f"grpc://127.0.0.1:{silent.getsockname()[1]}"
         begun = time.monotonic()
-        with Connection(location) as connection, pytest.raises(NodeUnavailableError):
+        with connections.Connection(location) as connection, pytest.raises(NodeUnavailableError):
             connection.open_gather("table", "", (), WAIT_S)
     assert time.monotonic() - begun < WAIT_S / 2
 
@@ -188,9 +186,13 @@ def test_streams_that_are_given_back_are_taken_again_and_closed_with_the_rest(
     server: SlowServer,
 ) -> None:
     location = f"grpc://127.0.0.1:{server.port}"
-    streams = NodeStreams(lambda c: c.open_gather("table", "", (), WAIT_S), timeout_s=WAIT_S)
+    streams = node_streams.NodeStreams(
+        lambda c: c.open_gather("table", "", (), WAIT_S), timeout_s=WAIT_S
+    )
     first, second = streams.take([location, location])
-    assert isinstance(first, GatherStream) and isinstance(second, GatherStream)
+    assert isinstance(first, flight_streams.GatherStream) and isinstance(
+        second, flight_streams.GatherStream
+    )
     streams.give_back(location, first)
     assert streams.take([location]) == [first]
     streams.give_back(location, second)
@@ -205,7 +207,7 @@ def test_streams_that_are_given_back_are_taken_again_and_closed_with_the_rest(
 def test_a_fork_waits_for_a_running_call_and_closes_the_connection_behind_it(
     server: SlowServer, pool: ThreadPoolExecutor
 ) -> None:
-    connection = Connection(f"grpc://127.0.0.1:{server.port}")
+    connection = connections.Connection(f"grpc://127.0.0.1:{server.port}")
     call = pool.submit(connection.coordinator, WAIT_S)
     assert server.asked.wait(WAIT_S)
     threading.Timer(0.1, server.answer.set).start()
@@ -224,7 +226,9 @@ def test_a_schema_or_a_lease_that_is_refused_says_why_and_shows_no_traceback(
     cluster: LocalCluster, client: CacheClient, dataset_name: str, tmp_path: Path
 ) -> None:
     info = client.load(DatasetSpec(dataset_name, write_numbered(tmp_path, 10)))
-    with Connection(cluster.endpoint, find_credentials(cluster.endpoint)) as connection:
+    with connections.Connection(
+        cluster.endpoint, ranks.find_credentials(cluster.endpoint)
+    ) as connection:
         for call in (connection.read_schema, connection.renew_lease):
             with pytest.raises(DatasetNotFoundError, match="no dataset 'nowhere'") as missing:
                 call("nowhere", "", WAIT_S)

@@ -24,9 +24,9 @@ from cache_client import (
     NotReadyError,
     RequestError,
     StaleVersionError,
-    plan,
 )
-from cache_client.connections import Connection
+from cache_client.flight import connections
+from cache_client.reading import shard_maps as plan
 from cache_server import LocalCluster
 from tests.conftest import write_numbered
 from tests.worker_errors import raises_in_workers
@@ -202,13 +202,18 @@ def test_a_time_limit_may_be_a_number_of_numpy(
     limits: list[object] = []
 
     def noting(
-        self: Connection, name: str, fingerprint: str, columns: Any, limit: float, **options: Any
+        self: connections.Connection,
+        name: str,
+        fingerprint: str,
+        columns: Any,
+        limit: float,
+        **options: Any,
     ) -> Any:
         limits.append(limit)
         return read_plan(self, name, fingerprint, columns, limit, **options)
 
-    read_plan = Connection.read_plan
-    monkeypatch.setattr(Connection, "read_plan", noting)
+    read_plan = connections.Connection.read_plan
+    monkeypatch.setattr(connections.Connection, "read_plan", noting)
     limit: Any = np.float32(60)
     impatient = CacheClient(client.endpoint, timeout_s=limit)
     spec = DatasetSpec(table, tmp_path / "t")
@@ -297,13 +302,13 @@ def test_no_attempt_to_read_the_plan_goes_past_the_deadline(
 ) -> None:
     monkeypatch.setattr(plan, "REQUEST_TIMEOUT_S", 0.6)
     ends: list[float] = []
-    read_plan = Connection.read_plan
+    read_plan = connections.Connection.read_plan
 
-    def noting(self: Connection, *arguments: Any, **options: Any) -> Any:
+    def noting(self: connections.Connection, *arguments: Any, **options: Any) -> Any:
         ends.append(time.monotonic() + arguments[-1])
         return read_plan(self, *arguments, **options)
 
-    monkeypatch.setattr(Connection, "read_plan", noting)
+    monkeypatch.setattr(connections.Connection, "read_plan", noting)
     with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts, and never says a word
         endpoint = f"grpc://127.0.0.1:{silent.getsockname()[1]}"
         start = time.monotonic()
@@ -318,11 +323,11 @@ def test_a_dataset_that_is_not_ready_is_asked_for_until_just_before_the_deadline
 ) -> None:
     starts: list[float] = []
 
-    def not_ready(self: Connection, *arguments: Any, **options: Any) -> Any:
+    def not_ready(self: connections.Connection, *arguments: Any, **options: Any) -> Any:
         starts.append(time.monotonic())
         raise NotReadyError("3 of 7 shards")
 
-    monkeypatch.setattr(Connection, "read_plan", not_ready)
+    monkeypatch.setattr(connections.Connection, "read_plan", not_ready)
     start = time.monotonic()
     with pytest.raises(NotReadyError, match="3 of 7 shards"):
         CacheIterableDataset("t", endpoint="grpc://127.0.0.1:9", batch_size=1, deadline_s=1.0)

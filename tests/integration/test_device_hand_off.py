@@ -20,7 +20,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from cache_client import CacheClient, CacheIterableDataset, ConfigError, DatasetSpec
-from cache_client.order import EpochOrder
+from cache_client.order import order
 from cache_server import LocalCluster
 from tests import forked_python
 from tests.conftest import write_numbered
@@ -88,7 +88,7 @@ def test_a_batch_counts_as_consumed_when_it_is_handed_out_not_when_it_is_made(
     resumed = make(cluster, table, batch_size=70)
     resumed.load_state_dict(state)
     taken += [row for batch in resumed for row in batch["row"].tolist()]
-    assert taken == EpochOrder(ROWS, shuffle=True, seed=3).row_ids(range(ROWS)).tolist()
+    assert taken == order.EpochOrder(ROWS, shuffle=True, seed=3).row_ids(range(ROWS)).tolist()
     assert (resumed.state_dict()["epoch"], resumed.state_dict()["rows_consumed"]) == (1, 0)
 
 
@@ -122,7 +122,7 @@ def test_a_data_loader_without_workers_hands_the_batches_on(
 ) -> None:
     loader = DataLoader(make(cluster, table), batch_size=None)
     rows = [row for batch in loader for row in batch["row"].tolist()]
-    assert rows == EpochOrder(ROWS, shuffle=True, seed=3).row_ids(range(ROWS)).tolist()
+    assert rows == order.EpochOrder(ROWS, shuffle=True, seed=3).row_ids(range(ROWS)).tolist()
 
 
 def test_data_loader_workers_are_refused(cluster: LocalCluster, table: str) -> None:
@@ -151,7 +151,7 @@ def test_a_data_loader_that_pins_memory_takes_the_batches(
         assert all(isinstance(text, str) for text in batch["text"])
         assert batch["row"].is_pinned() == HAS_CUDA
         rows += batch["row"].tolist()
-    assert rows == EpochOrder(ROWS, shuffle=True, seed=3).row_ids(range(ROWS)).tolist()
+    assert rows == order.EpochOrder(ROWS, shuffle=True, seed=3).row_ids(range(ROWS)).tolist()
 
 
 @pytest.fixture

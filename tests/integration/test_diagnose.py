@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from cache_client.__main__ import app
+from cache_client import __main__
 from cache_protocol.errors import ConfigError, NodeUnavailableError
 from tests.api_server import ApiServer
 from tests.train_jobs import train_job
@@ -27,7 +27,7 @@ def server() -> Iterator[ApiServer]:
 def run(server: ApiServer, tmp_path: Path, *arguments: str) -> str:
     kubeconfig = server.write_kubeconfig(tmp_path / "kubeconfig", namespace="a")
     arguments = ("diagnose", *arguments, "--kubeconfig", str(kubeconfig))
-    done = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    done = CliRunner().invoke(__main__.app, arguments, catch_exceptions=False)
     assert done.exit_code == 0, done.output
     return done.stdout
 
@@ -80,5 +80,5 @@ def test_a_server_that_does_not_answer_and_a_missing_kubeconfig_are_named(tmp_pa
     ):
         with pytest.raises(error, match=words):
             CliRunner().invoke(
-                app, ["diagnose", "job", "--kubeconfig", str(path)], catch_exceptions=False
+                __main__.app, ["diagnose", "job", "--kubeconfig", str(path)], catch_exceptions=False
             )

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from cache_client import CacheClient, CacheDataset, CacheIterableDataset, DatasetSpec
-from cache_client.order import EpochOrder
+from cache_client.order import order as ordering
 from cache_server import LocalCluster
 from tests.flight_clients import connect
 
@@ -112,7 +112,9 @@ def test_what_a_loop_gets_is_what_the_table_holds(
 ) -> None:
     ways = {"endpoint": endpoint, "columns": names, "batch_format": batch_format, "local": local}
     dataset = CacheIterableDataset(NAME, batch_size=13, shuffle=True, message_bytes=500, **ways)
-    order = EpochOrder(ROWS, shuffle=True, seed=0, epoch=0).row_ids(np.arange(ROWS)).tolist()
+    order = (
+        ordering.EpochOrder(ROWS, shuffle=True, seed=0, epoch=0).row_ids(np.arange(ROWS)).tolist()
+    )
     batches = [(batch, order[step * 13 : step * 13 + 13]) for step, batch in enumerate(dataset)]
     with CacheDataset(NAME, **ways) as rows:
         batches += [(rows.fetch(some), some) for some in ([], [5], [88, 0, 88, 3], [40, 41, 42])]

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.flight as flight
 import pytest
 
-import cache_client.client
+import cache_client.control.client
 import cache_protocol.wire.grpc_channel
 from cache_client import (
     CacheClient,
@@ -303,7 +303,7 @@ def test_a_coordinator_that_is_not_there_is_an_error_within_the_deadline() -> No
 def test_a_call_with_a_timeout_of_its_own_does_not_wait_longer_for_the_coordinator(
     source: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    monkeypatch.setattr(cache_client.client, "_MIN_LOOKUP_S", 0.3)
+    monkeypatch.setattr(cache_client.control.client, "_MIN_LOOKUP_S", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         endpoint = f"grpc://127.0.0.1:{silent.getsockname()[1]}"
         start = time.monotonic()
@@ -318,7 +318,7 @@ def test_what_finding_the_coordinator_took_is_taken_from_the_time_of_the_call(
     patient_client: CacheClient, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     deadlines: list[float | None] = []
-    calls, now = cache_client.client._Calls, time.monotonic
+    calls, now = cache_client.control.client.Calls, time.monotonic
     call = calls.call
 
     def noting(self: object, method: object, request: object, deadline: float | None) -> object:

@@ -13,8 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from cache_client import CacheClient, CacheIterableDataset, CacheMixture, DatasetSpec
-from cache_client.audit import AuditRecord, Evidence, audit
-from cache_client.order import EpochOrder
+from cache_client.order import audit
+from cache_client.order import order as ordering
 from cache_protocol.errors import ConfigError, LengthUnknownError, LoadError, StaleVersionError
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server import LocalCluster
@@ -79,7 +79,7 @@ class LoadedInSteps:
         rows: list[int] = []
         for number, group in enumerate(self.log.groups):
             held = [index * ROWS + row for index in group.shards for row in range(ROWS)]
-            order = EpochOrder(len(held), shuffle=True, seed=(seed << 32) + number)
+            order = ordering.EpochOrder(len(held), shuffle=True, seed=(seed << 32) + number)
             rows += [held[place] for place in order.row_ids(np.arange(len(held))).tolist()]
         return rows
 
@@ -153,12 +153,12 @@ def test_ranks_that_begin_at_different_times_read_what_the_log_says(table: Loade
     assert joined(steps) == expected
     assert sorted(expected) == [*range(FILES * ROWS)]
     assert len(first) == len(second) == FILES * ROWS // 16
-    records = [AuditRecord.from_dict(rank.state_dict()["audit"]) for rank in (first, second)]
-    assert [(each.outcome, each.rows) for each in audit([*map(Evidence, records)])] == [
+    records = [audit.AuditRecord.from_dict(rank.state_dict()["audit"]) for rank in (first, second)]
+    assert [(each.outcome, each.rows) for each in audit.audit([*map(audit.Evidence, records)])] == [
         ("proven", FILES * ROWS)
     ]
-    begin = AuditRecord.from_dict(state["audit"])  # of when fewer groups were known
-    (found,) = audit([*map(Evidence, (begin, records[1]))])
+    begin = audit.AuditRecord.from_dict(state["audit"])  # of when fewer groups were known
+    (found,) = audit.audit([*map(audit.Evidence, (begin, records[1]))])
     assert (found.outcome, found.rows) == ("proven", 32)
 
     # Resumed as another number of ranks, and by workers.
@@ -194,7 +194,7 @@ def test_workers_read_the_same_and_go_on_to_the_next_epoch(table: LoadedInSteps)
     assert rows == table.rows_of_the_log()
     state = dataset.state_dict()
     assert (state["epoch"], state["rows_consumed"]) == (1, 0)
-    (found,) = audit([Evidence(AuditRecord.from_dict(state["audit"]))])
+    (found,) = audit.audit([audit.Evidence(audit.AuditRecord.from_dict(state["audit"]))])
     assert (found.outcome, found.rows) == ("proven", FILES * ROWS)
     dataset.set_epoch(1)
     assert sorted(rows_of(loader)) == [*range(FILES * ROWS)]

@@ -20,9 +20,9 @@ PROGRAM = """
 import json, os, sys, time, logging
 from concurrent import futures
 import grpc
-import cache_client.dataset
+import cache_client.training.dataset
 from cache_client import CacheIterableDataset
-from cache_client.grpc_guard.forks import _grpc_threads
+from cache_client.flight.forks import _grpc_threads
 
 logging.basicConfig(level=logging.WARNING)
 server = grpc.server(futures.ThreadPoolExecutor(1))
@@ -61,7 +61,7 @@ BESIDE_FLIGHT = """
 import json, sys
 import pyarrow.flight as flight
 from cache_client import CacheIterableDataset, ConfigError
-from cache_client.grpc_guard import forks
+from cache_client.flight import forks
 
 if __name__ == "__main__":
     forks._PROBE_S = 2.0

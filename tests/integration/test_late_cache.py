@@ -6,7 +6,8 @@ import logging
 
 import pytest
 
-from cache_client import CacheIterableDataset, NodeUnavailableError, plan
+from cache_client import CacheIterableDataset, NodeUnavailableError
+from cache_client.reading import shard_maps as plan
 
 NOBODY = "grpc://127.0.0.1:1"
 

@@ -16,10 +16,9 @@ import pyarrow.flight as flight
 import pytest
 
 from cache_client import CacheClient, CacheIterableDataset, DatasetSpec
-from cache_client.connections import REQUEST_TIMEOUT_S
-from cache_client.local_shards import LocalShards
-from cache_client.plan import wait_for_plan
-from cache_client.reader import Reader
+from cache_client.flight import connections
+from cache_client.reading import local_shards, shard_maps
+from cache_client.reading import reader as reading_reader
 from cache_server import LocalCluster
 from tests.conftest import write_numbered
 from tests.waiting import files_below, suspend, wait_until
@@ -149,9 +148,13 @@ def test_a_lease_is_renewed_by_another_node_when_the_endpoint_is_gone(tmp_path: 
         closed.bind(("127.0.0.1", 0))  # nobody listens
         old = load(cluster, "table", source)
         # As if it were time to renew the lease before every fetch.
-        shards = replace(wait_for_plan(cluster.endpoint, "table", (), WAIT_S), lease_s=0.0)
+        shards = replace(
+            shard_maps.wait_for_plan(cluster.endpoint, "table", (), WAIT_S), lease_s=0.0
+        )
         endpoint = f"grpc://127.0.0.1:{closed.getsockname()[1]}"
-        with Reader(endpoint, shards, local=LocalShards(shards, ())) as reader:
+        with reading_reader.Reader(
+            endpoint, shards, local=local_shards.LocalShards(shards, ())
+        ) as reader:
             new = load(cluster, "table", source, filter="row < 10")
             over = time.monotonic() + 3 * SHORT_LEASE_S
 
@@ -171,15 +174,19 @@ def test_rows_of_files_do_not_wait_for_a_node_that_hangs_when_a_lease_is_renewed
     with LocalCluster(1, insecure=True) as cluster:
         load(cluster, "table", source)
         # As if it were time to renew the lease before every fetch.
-        shards = replace(wait_for_plan(cluster.endpoint, "table", (), WAIT_S), lease_s=0.0)
-        with Reader(cluster.endpoint, shards, local=LocalShards(shards, ())) as reader:
+        shards = replace(
+            shard_maps.wait_for_plan(cluster.endpoint, "table", (), WAIT_S), lease_s=0.0
+        )
+        with reading_reader.Reader(
+            cluster.endpoint, shards, local=local_shards.LocalShards(shards, ())
+        ) as reader:
             node = psutil.Process(cluster.nodes[0].pid)
             suspend(node)
             try:
                 begun = time.monotonic()
                 for _ in range(3):
                     assert [piece.num_rows for piece in reader.fetch(np.arange(3))] == [3]
-                assert time.monotonic() - begun < REQUEST_TIMEOUT_S / 2
+                assert time.monotonic() - begun < connections.REQUEST_TIMEOUT_S / 2
             finally:
                 node.resume()
 
@@ -189,9 +196,9 @@ def test_a_lease_is_renewed_after_a_moment_in_which_no_thread_began(
 ) -> None:
     load(leasing, "crowded", write_numbered(tmp_path / "source", NUM_ROWS))
     # As if it were time to renew the lease before every fetch.
-    shards = replace(wait_for_plan(leasing.endpoint, "crowded", (), WAIT_S), lease_s=0.0)
-    local = LocalShards(shards)
-    with Reader(leasing.endpoint, shards, local=local) as reader:
+    shards = replace(shard_maps.wait_for_plan(leasing.endpoint, "crowded", (), WAIT_S), lease_s=0.0)
+    local = local_shards.LocalShards(shards)
+    with reading_reader.Reader(leasing.endpoint, shards, local=local) as reader:
         begun = local.leased_at
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(threading.Thread, "start", _no_more_threads)

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from cache_client import CacheClient, CacheDataset, CacheIterableDataset, DatasetSpec
-from cache_client.connections import GatherStream, RowStream
+from cache_client.flight import streams
 from cache_server import LocalCluster
 from tests.waiting import wait_until
 
@@ -42,7 +42,7 @@ def messages(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many rows each message of a node had."""
     sizes: list[int] = []
 
-    def note(kind: type[GatherStream | RowStream]) -> None:
+    def note(kind: type[streams.GatherStream | streams.RowStream]) -> None:
         receive = kind.receive
 
         def noting(self: Any, num_rows: int) -> Any:
@@ -52,8 +52,8 @@ def messages(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
         monkeypatch.setattr(kind, "receive", noting)
 
-    note(GatherStream)
-    note(RowStream)
+    note(streams.GatherStream)
+    note(streams.RowStream)
     return sizes
 
 
@@ -114,8 +114,8 @@ def test_large_batches_are_fetched_ahead_by_their_bytes_unless_a_number_is_given
     given: int | None,
     ahead: int,
 ) -> None:
-    monkeypatch.setattr("cache_client.window_sizes._PREFETCHED_BYTES", 8 * MEBI)
-    monkeypatch.setattr("cache_client.window_sizes._WINDOW_BYTES", MEBI)  # a batch
+    monkeypatch.setattr("cache_client.reading.window_sizes._PREFETCHED_BYTES", 8 * MEBI)
+    monkeypatch.setattr("cache_client.reading.window_sizes._WINDOW_BYTES", MEBI)  # a batch
     dataset = CacheIterableDataset(
         table, endpoint=cluster.endpoint, batch_size=10, prefetch_batches=given,
         message_bytes=MEBI // 4, local=False,
@@ -149,7 +149,7 @@ def test_the_fixed_columns_that_are_left_out_do_not_count(
 def test_rows_by_number_are_fetched_in_several_goes(
     cluster: LocalCluster, table: str, fetches: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cache_client.random_access.FETCH_BYTES", MEBI)
+    monkeypatch.setattr("cache_client.training.random_access.FETCH_BYTES", MEBI)
     numbers = [299, 0, *range(100, 130)]
     with CacheDataset(table, endpoint=cluster.endpoint) as dataset:
         batch = dataset.fetch(numbers)

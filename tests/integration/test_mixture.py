@@ -25,9 +25,9 @@ from cache_client import (
     DatasetSpec,
     StaleVersionError,
 )
-from cache_client.audit import AuditRecord, Evidence, audit
-from cache_client.order import EpochOrder
-from cache_client.views.mixture import Mixing, mixing
+from cache_client.order import audit
+from cache_client.order import order as ordering
+from cache_client.views import mixing
 from cache_server import LocalCluster
 from tests.conftest import numbered_table
 
@@ -76,18 +76,18 @@ def made(
     return CacheMixture({"web": (web, weights[0]), "code": (code, weights[1])}, **given)
 
 
-def expected(found: Mixing, epoch: int) -> list[int]:
+def expected(found: mixing.Mixing, epoch: int) -> list[int]:
     """The rows of an epoch: each source in its own plain order, pass after pass."""
     sources, places = found.locate(np.arange(found.num_slots(epoch)), epoch)
     rows = []
     for source, place in zip(sources.tolist(), places.tolist(), strict=True):
         of_pass, slot = divmod(place, found.rows[source])
-        order = EpochOrder(found.rows[source], shuffle=True, seed=5, epoch=of_pass)
+        order = ordering.EpochOrder(found.rows[source], shuffle=True, seed=5, epoch=of_pass)
         rows.append(source * CODE_BEGINS + int(order.row_ids(np.array([slot]))[0]))
     return rows
 
 
-PLAIN = mixing((WEB, CODE), [(0, (7, 3))], stop="all_exhausted")
+PLAIN = mixing.mixing((WEB, CODE), [(0, (7, 3))], stop="all_exhausted")
 
 
 def rows_in(batches: list[dict[str, Any]]) -> list[int]:
@@ -177,8 +177,8 @@ def test_an_audit_proves_every_slot_and_so_the_rows_of_each_source(tables: str) 
             mixture.set_epoch(epoch)
             for _ in mixture:
                 state = mixture.state_dict()
-            evidence.append(Evidence(AuditRecord.from_dict(state["audit"])))
-    found = audit(evidence)
+            evidence.append(audit.Evidence(audit.AuditRecord.from_dict(state["audit"])))
+    found = audit.audit(evidence)
     sizes = [PLAIN.num_slots(0), PLAIN.num_slots(1)]
     assert [(each.outcome, each.rows) for each in found] == [("proven", n) for n in sizes]
 

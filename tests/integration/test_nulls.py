@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from cache_client import CacheClient, DatasetSpec, LoadError
-from cache_client.display import console, forecast_facts, show_dataset
+from cache_client.cli import display
 from cache_server import LocalCluster
 
 
@@ -35,9 +35,9 @@ def test_plan_load_and_describe_count_the_nulls_of_floats(
     loaded, described = client.load(spec), client.describe(dataset_name)
 
     assert forecast.nulls == loaded.nulls == described.nulls == {"x": 3, "d": 1}
-    assert "x 3" in dict(forecast_facts(forecast))["nulls"]
-    with console.capture() as shown:
-        show_dataset(described, as_json=False)
+    assert "x 3" in dict(display.forecast_facts(forecast))["nulls"]
+    with display.console.capture() as shown:
+        display.show_dataset(described, as_json=False)
     assert "stored as NaN" in shown.get() and "x 3" in shown.get()
 
 

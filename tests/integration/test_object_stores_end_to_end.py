@@ -22,8 +22,7 @@ import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
-from cache_client import CacheClient, DatasetSpec
-from cache_client.__main__ import app
+from cache_client import CacheClient, DatasetSpec, __main__
 from cache_protocol.errors import LoadError
 from cache_server import LocalCluster
 from tests.conftest import numbered_table
@@ -392,7 +391,9 @@ def test_nothing_shows_or_keeps_the_keys_of_a_dataset_that_is_loaded(
     shown = [repr(client.describe("secret")), repr(client.datasets()), repr(client.nodes())]
     for command in (["ls"], ["describe", "secret"], ["nodes"]):
         for more in ([], ["--json"]):
-            result = CliRunner().invoke(app, [*command, "--endpoint", cluster.endpoint, *more])
+            result = CliRunner().invoke(
+                __main__.app, [*command, "--endpoint", cluster.endpoint, *more]
+            )
             assert result.exit_code == 0, result.output
             shown.append(result.output)
     assert_no_secret("".join(shown))

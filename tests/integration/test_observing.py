@@ -14,9 +14,8 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from cache_client import CacheClient, CacheIterableDataset, ConfigError, DatasetSpec
-from cache_client.__main__ import app
-from cache_client.order import StepPlan
+from cache_client import CacheClient, CacheIterableDataset, ConfigError, DatasetSpec, __main__
+from cache_client.order import order
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server import LocalCluster
 from tests.conftest import write_numbered
@@ -24,7 +23,7 @@ from tests.waiting import wait_until
 
 ROWS, BATCH, WORLD = 1003, 16, 2
 WAIT_S = 30.0
-PLAN = StepPlan(ROWS, WORLD, BATCH)
+PLAN = order.StepPlan(ROWS, WORLD, BATCH)
 
 Ranks = Callable[..., list[CacheIterableDataset]]
 
@@ -68,7 +67,7 @@ def job_of(client: CacheClient, name: str, *, steps: int = PLAN.num_steps) -> pb
 
 
 def run(cluster: LocalCluster, *arguments: str) -> Result:
-    return CliRunner().invoke(app, [*arguments, "--endpoint", cluster.endpoint])
+    return CliRunner().invoke(__main__.app, [*arguments, "--endpoint", cluster.endpoint])
 
 
 # -- statistics ------------------------------------------------------------------------------------
@@ -94,11 +93,11 @@ def test_statistics_tell_waits_rows_and_where_they_came_from(ranks: Ranks) -> No
 def test_a_loop_that_only_computes_waits_for_no_negative_time(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cache_client.observer._FIRST_TICK_NS", 0)
-    monkeypatch.setattr("cache_client.observer._TICK_NS", 0)
+    monkeypatch.setattr("cache_client.epochs.observer._FIRST_TICK_NS", 0)
+    monkeypatch.setattr("cache_client.epochs.observer._TICK_NS", 0)
     seen: list[float] = []
     monkeypatch.setattr(
-        "cache_client.observer.Observer._tick",
+        "cache_client.epochs.observer.Observer._tick",
         lambda self, watched: seen.append(self.stats().waited_s),
     )
     dataset, _ = ranks("computes")
@@ -181,8 +180,8 @@ def test_a_job_is_shown_with_its_ranks_and_its_epochs_are_proven(
 def test_a_reader_of_mapped_files_without_a_name_is_shown_by_its_process(
     client: CacheClient, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cache_client.reports._INTERVAL_S", 0.0)
-    monkeypatch.setattr("cache_client.reports._REPORTS_PER_S", 1e9)
+    monkeypatch.setattr("cache_client.epochs.reports._INTERVAL_S", 0.0)
+    monkeypatch.setattr("cache_client.epochs.reports._REPORTS_PER_S", 1e9)
     variables = ("CACHE_JOB", "TRAIN_JOB_NAME", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")
     for name in (*variables, "MASTER_ADDR"):
         monkeypatch.delenv(name, raising=False)
@@ -273,15 +272,15 @@ def test_a_state_without_audit_has_no_record_and_is_the_same_on_every_rank(
 
 def tampered(monkeypatch: pytest.MonkeyPatch, change: Callable[[list[int]], list[int]]) -> None:
     """Makes passes of rank 1 hand out other steps than planned."""
-    window = StepPlan.window
+    window = order.StepPlan.window
 
-    def other(self: StepPlan, steps: range, rank: int) -> Any:
+    def other(self: order.StepPlan, steps: range, rank: int) -> Any:
         if rank != 1 or len(steps) < 2:
             return window(self, steps, rank)
         parts = [window(self, range(step, step + 1), rank) for step in change([*steps])]
         return np.concatenate([part[0] for part in parts]), [part[1][0] for part in parts]
 
-    monkeypatch.setattr(StepPlan, "window", other)
+    monkeypatch.setattr(order.StepPlan, "window", other)
 
 
 @pytest.mark.parametrize(
@@ -433,7 +432,7 @@ def test_jobs_top_and_doctor_show_the_cache(
 
 def test_the_doctor_says_how_to_mend_an_endpoint_that_does_not_answer() -> None:
     result = CliRunner().invoke(
-        app, ["doctor", "--endpoint", "grpc://127.0.0.1:1", "--timeout-s", "2"]
+        __main__.app, ["doctor", "--endpoint", "grpc://127.0.0.1:1", "--timeout-s", "2"]
     )
 
     assert result.exit_code == 1

@@ -17,10 +17,9 @@ import pytest
 from deltalake import write_deltalake
 from pyiceberg.catalog.sql import SqlCatalog
 
-from cache_client import CacheClient, CacheIterableDataset, DatasetSpec
-from cache_client.__main__ import EXIT_CONFIG
-from cache_client.display import forecast_facts
-from cache_client.forecast import LoadForecast
+from cache_client import CacheClient, CacheIterableDataset, DatasetSpec, __main__
+from cache_client.cli import display
+from cache_client.control import forecast as control_forecast
 from cache_protocol.cli.sizes import size
 from cache_protocol.errors import ConfigError, LoadError, RequestError
 from cache_protocol.storage.layout import Layout
@@ -301,7 +300,7 @@ def test_the_memory_that_a_load_takes_beside_the_shards_is_foretold(
         )
         groups[name] = path
 
-    def foretold(path: Path, **options: Any) -> LoadForecast:
+    def foretold(path: Path, **options: Any) -> control_forecast.LoadForecast:
         return client.plan(DatasetSpec("t", path, **options))
 
     few = foretold(groups["few"], columns=["whole", "half"])
@@ -314,7 +313,7 @@ def test_the_memory_that_a_load_takes_beside_the_shards_is_foretold(
     query = foretold(groups["few"], sql="SELECT max(whole) AS most FROM source")
     assert query.load_memory_bytes == load_bytes(of_columns(groups["few"], ("whole",)))
     for forecast in (few, query):
-        shown = dict(forecast_facts(forecast))["memory to load"]
+        shown = dict(display.forecast_facts(forecast))["memory to load"]
         assert shown.startswith(f"about {size(forecast.load_memory_bytes)}")
 
 
@@ -449,7 +448,7 @@ def test_a_join_is_foretold_and_cut_by_the_columns_that_come_of_it(
 def test_what_nobody_can_foretell_is_said_to_be_unknown(
     client: CacheClient, table: Path, tmp_path: Path
 ) -> None:
-    def plan(sql: str, **arguments: Any) -> LoadForecast:
+    def plan(sql: str, **arguments: Any) -> control_forecast.LoadForecast:
         spec = DatasetSpec("t", **{"source": table, **arguments}, sql=sql)
         return client.plan(spec, memory_limit_bytes=10_000_000)
 
@@ -467,12 +466,12 @@ def test_what_nobody_can_foretell_is_said_to_be_unknown(
     assert made.guessed_columns == ("loud",) and not made.bytes_known and plain.bytes_known
     assert text.tables[0].bytes_by == "the sizes of the files"
     assert plain.guessed_columns == () and plain.tables[0].bytes_by == ""
-    shown = {forecast.why: dict(forecast_facts(forecast)) for forecast in (spread, total)}
+    shown = {forecast.why: dict(display.forecast_facts(forecast)) for forecast in (spread, total)}
     assert "unknown" in shown[spread.why]["decoded"]
     assert "unknown" in shown[spread.why]["nodes needed"]
     assert "not known" in shown[total.why]["result"]
-    assert "column loud" in dict(forecast_facts(made))["guessed"]
-    assert dict(forecast_facts(text))["decoded"].startswith("about ")
+    assert "column loud" in dict(display.forecast_facts(made))["guessed"]
+    assert dict(display.forecast_facts(text))["decoded"].startswith("about ")
 
 
 def cachectl(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -501,8 +500,8 @@ def test_cachectl_plan_and_explain_print_it_for_people_and_programs(
     assert facts["schema"]["row"] == "int64"
     assert "split by split" in way.stdout and "each row is computed independently" in way.stdout
     bad = cachectl("plan", spec, *at, "--memory-limit", "lots")
-    assert bad.returncode == EXIT_CONFIG and "'lots'" in bad.stderr
+    assert bad.returncode == __main__.EXIT_CONFIG and "'lots'" in bad.stderr
     long = cachectl("plan", spec, *at, "--memory-limit", "99999PiB")
-    assert long.returncode == EXIT_CONFIG and "got '99999PiB'" in long.stderr
+    assert long.returncode == __main__.EXIT_CONFIG and "got '99999PiB'" in long.stderr
     many = cachectl("plan", spec, *at, "--nodes", 5_000_000_000)
-    assert many.returncode == EXIT_CONFIG and "num_nodes must be at most" in many.stderr
+    assert many.returncode == __main__.EXIT_CONFIG and "num_nodes must be at most" in many.stderr

@@ -16,8 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 import typer
 
-from cache_client import CacheClient, DatasetSpec, LoadError
-from cache_client.__main__ import app as client_app
+from cache_client import CacheClient, DatasetSpec, LoadError, __main__
 from cache_server import LocalCluster
 from cache_server.__main__ import app as server_app
 from tests import forked_python
@@ -165,7 +164,7 @@ def test_both_programs_say_their_version(program: list[str], name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("program", "app"), [(SERVER, server_app), (CACHECTL, client_app)], ids=["server", "cachectl"]
+    ("program", "app"), [(SERVER, server_app), (CACHECTL, __main__.app)], ids=["server", "cachectl"]
 )
 def test_help_at_80_columns_cuts_nothing_off(
     program: list[str], app: typer.Typer, monkeypatch: pytest.MonkeyPatch

@@ -30,9 +30,9 @@ from cache_client import (
     DatasetNotFoundError,
     DatasetSpec,
     RequestError,
-    random_access,
 )
-from cache_client.node_streams import CLOSED
+from cache_client.reading import node_streams
+from cache_client.training import random_access
 from cache_server import LocalCluster
 from tests import forked_python
 from tests.conftest import numbered_table, write_numbered
@@ -319,7 +319,7 @@ def test_reads_that_run_when_it_is_closed_say_so_in_one_wording(tmp_path: Path) 
                 errors = {str(read.exception(WAIT_S / 4)) for read in reads}
         finally:
             node.resume()
-        assert errors == {CLOSED}
+        assert errors == {node_streams.CLOSED}
         assert int(dataset[3]["row"]) == 3
         dataset.close()
 

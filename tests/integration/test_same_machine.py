@@ -13,10 +13,9 @@ import numpy as np
 import pytest
 
 from cache_client import CacheClient, CacheIterableDataset, DatasetSpec
-from cache_client.connections import Connection
-from cache_client.local_shards import LocalShards, ShardFileLostError
-from cache_client.order import EpochOrder
-from cache_client.routing import ShardMap
+from cache_client.flight import connections, routing
+from cache_client.order import order as ordering
+from cache_client.reading import local_shards
 from cache_protocol.storage.shard_files import MANIFEST, NODE_ID_FILE
 from cache_protocol.wire import local_tokens
 from cache_protocol.wire.credentials import Credentials
@@ -45,7 +44,7 @@ def dataset(nodes: LocalCluster, **arguments: object) -> CacheIterableDataset:
 
 
 def order(shuffle: bool = True) -> list[int]:
-    ids = EpochOrder(ROWS, shuffle=shuffle, seed=3).row_ids(np.arange(ROWS))
+    ids = ordering.EpochOrder(ROWS, shuffle=shuffle, seed=3).row_ids(np.arange(ROWS))
     return [int(row) for row in ids]
 
 
@@ -53,9 +52,9 @@ def shard_files(nodes: LocalCluster, node: int) -> list[Path]:
     return sorted(nodes.nodes[node].cache_dir.glob("table/*/shard-*.arrow"))
 
 
-def plan(nodes: LocalCluster) -> ShardMap:
+def plan(nodes: LocalCluster) -> routing.ShardMap:
     credentials = Credentials(token=local_tokens.find(nodes.endpoint))
-    with Connection(nodes.endpoint, credentials) as connection:
+    with connections.Connection(nodes.endpoint, credentials) as connection:
         return connection.read_plan("table", "", (), 10.0)
 
 
@@ -146,10 +145,10 @@ def test_batches_may_be_changed_in_place_and_the_cache_does_not_see_it(
 
 
 def test_a_directory_of_another_node_is_not_read(nodes: LocalCluster) -> None:
-    before = LocalShards(plan(nodes)).shards
+    before = local_shards.LocalShards(plan(nodes)).shards
     (nodes.nodes[0].cache_dir / NODE_ID_FILE).write_text("somebody-else")
 
-    left = LocalShards(plan(nodes)).shards
+    left = local_shards.LocalShards(plan(nodes)).shards
 
     assert len(before) == FILES
     assert len(left) == FILES - len(shard_files(nodes, 0))
@@ -164,7 +163,7 @@ def test_a_file_that_its_manifest_knows_otherwise_is_not_read(
     changed = [line if "digests" in line else {**line, **change} for line in lines]
     manifest.write_text("".join(json.dumps(line) + "\n" for line in changed))
 
-    assert len(LocalShards(plan(nodes)).shards) == FILES - len(lines) // 2
+    assert len(local_shards.LocalShards(plan(nodes)).shards) == FILES - len(lines) // 2
 
 
 def _flip(file: Path) -> None:
@@ -196,23 +195,23 @@ def test_a_file_that_is_not_as_its_node_sealed_it_is_read_over_flight(
 
     def gather(file: Path) -> None:
         shard = int(file.stem.removeprefix("shard-"))
-        LocalShards(plan(nodes)).gather(np.arange(1) + shard * ROWS // FILES)
+        local_shards.LocalShards(plan(nodes)).gather(np.arange(1) + shard * ROWS // FILES)
 
     for file, reason in changed.items():
-        with pytest.raises(ShardFileLostError, match=reason):
+        with pytest.raises(local_shards.ShardFileLostError, match=reason):
             gather(file)
     gather(kept)
     assert rows_of(batches) == order()
     assert streams
     _remove_digests(kept)
-    with pytest.raises(ShardFileLostError, match="other digests"):
+    with pytest.raises(local_shards.ShardFileLostError, match="other digests"):
         gather(kept)
 
 
 def test_a_file_that_its_manifest_does_not_name_is_not_read(nodes: LocalCluster) -> None:
     file = shard_files(nodes, 0)[0]
     (file.parent / MANIFEST).unlink()
-    assert len(LocalShards(plan(nodes)).shards) == FILES - len(shard_files(nodes, 0))
+    assert len(local_shards.LocalShards(plan(nodes)).shards) == FILES - len(shard_files(nodes, 0))
 
 
 @pytest.mark.parametrize("content", [b"", b"not Arrow at all", None])

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from cache_client import CacheClient, CacheIterableDataset, CacheMixture, ConfigError, DatasetSpec
-from cache_client.audit import AuditRecord, Evidence, audit
-from cache_client.order import EpochOrder
+from cache_client.order import audit
+from cache_client.order import order as ordering
 from cache_server import LocalCluster
 
 pytestmark = [
@@ -67,7 +67,9 @@ def steps_of(cluster: LocalCluster, name: str, ranks: int, **options: Any) -> It
 
 
 def stream(epoch: int) -> list[int]:
-    order = EpochOrder(DOCUMENTS, shuffle=True, seed=4, epoch=epoch).row_ids(np.arange(DOCUMENTS))
+    order = ordering.EpochOrder(DOCUMENTS, shuffle=True, seed=4, epoch=epoch).row_ids(
+        np.arange(DOCUMENTS)
+    )
     return [token for row in order.tolist() for token in TOKENS[row]]
 
 
@@ -263,7 +265,9 @@ def test_an_audit_knows_the_order_of_packed_sequences(cluster: LocalCluster, nam
         )
         assert len(list(each)) == len(each)
         states.append(each.state_dict())
-    (found,) = audit([Evidence(AuditRecord.from_dict(state["audit"])) for state in states])
+    (found,) = audit.audit(
+        [audit.Evidence(audit.AuditRecord.from_dict(state["audit"])) for state in states]
+    )
     assert (found.outcome, found.rows) == ("proven", found.num_rows), found
 
 

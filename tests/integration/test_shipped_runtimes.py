@@ -40,7 +40,7 @@ AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 TRAIN = """
 import json, os, pathlib, time
 from cache_client import CacheIterableDataset
-from cache_client.ranks import find_rank
+from cache_client.job.ranks import find_rank
 
 rank = find_rank()
 folder = pathlib.Path(os.environ["DIR"])

@@ -22,8 +22,8 @@ from cache_client import (
     DatasetSpec,
     NodeUnavailableError,
     StaleVersionError,
-    table_reads,
 )
+from cache_client.reading import table_reads
 from cache_server import LocalCluster
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "engines.md"

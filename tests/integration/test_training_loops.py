@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from cache_client import CacheClient, CacheIterableDataset, ConfigError, DatasetSpec
-from cache_client.order import EpochOrder
+from cache_client.order import order as ordering
 from cache_server import LocalCluster
 from tests import forked_python
 from tests.conftest import rows_of, write_numbered
@@ -60,7 +60,7 @@ def make(
 
 
 def rows_in(epoch: int) -> list[int]:
-    order = EpochOrder(ROWS, shuffle=True, epoch=epoch)
+    order = ordering.EpochOrder(ROWS, shuffle=True, epoch=epoch)
     rows: list[int] = order.row_ids(np.arange(ROWS)).tolist()
     return rows
 

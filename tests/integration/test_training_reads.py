@@ -31,9 +31,9 @@ from cache_client import (
     DatasetSpec,
     NodeUnavailableError,
 )
-from cache_client.arguments import BatchFormat
-from cache_client.connections import Connection, RowStream, StreamEndedError
-from cache_client.order import EpochOrder
+from cache_client.flight import connections, shared_handle, streams
+from cache_client.job import arguments as job_arguments
+from cache_client.order import order as ordering
 from cache_protocol.storage.row_index import RowRuns
 from cache_server import LocalCluster
 from tests import forked_python
@@ -128,7 +128,7 @@ def check_order(endpoint: str, name: str, ranks: int, workers: int, number: int)
         dataset.set_epoch(2)
         batches.append(rows_of(dataset, workers))
         assert len(batches[-1]) == len(dataset)
-    order = EpochOrder(ROWS, shuffle=shuffle, seed=5, epoch=2)
+    order = ordering.EpochOrder(ROWS, shuffle=shuffle, seed=5, epoch=2)
     assert by_step_and_rank(batches) == order.row_ids(np.arange(ROWS)).tolist()
 
 
@@ -198,7 +198,9 @@ def test_new_processes_with_another_world_size_and_workers_go_on_at_the_next_row
                 capture_output=True, text=True, timeout=60, check=True,
             )  # fmt: skip
             outputs.append(json.loads(done.stdout))
-    order = EpochOrder(ROWS, shuffle=True, seed=9, epoch=4).row_ids(np.arange(ROWS)).tolist()
+    order = (
+        ordering.EpochOrder(ROWS, shuffle=True, seed=9, epoch=4).row_ids(np.arange(ROWS)).tolist()
+    )
     assert by_step_and_rank(taken) == order[: 2 * 50 * 7]
     assert by_step_and_rank([batches for _, batches in outputs]) == order[2 * 50 * 7 :]
 
@@ -228,7 +230,7 @@ def test_what_is_set_before_the_first_batch_of_an_iterator_counts(
     dataset = CacheIterableDataset(
         table, endpoint=cluster.endpoint, batch_size=64, columns=["row"], shuffle=True
     )
-    order = EpochOrder(ROWS, shuffle=True, epoch=1).row_ids(np.arange(ROWS)).tolist()
+    order = ordering.EpochOrder(ROWS, shuffle=True, epoch=1).row_ids(np.arange(ROWS)).tolist()
     batches = iter(DataLoader(dataset, batch_size=None))
     dataset.set_epoch(1)
     assert next(batches)["row"].tolist() == order[:64]
@@ -310,7 +312,9 @@ def test_a_shallow_copy_of_a_dataset_goes_on_by_itself(cluster: LocalCluster, ta
     duplicate.set_epoch(5)
     assert (dataset.epoch, dataset.steps_left) == (3, 19)
     for each, epoch, consumed in ((dataset, 3, 200), (duplicate, 5, 0)):
-        order = EpochOrder(ROWS, shuffle=True, epoch=epoch).row_ids(np.arange(ROWS)).tolist()
+        order = (
+            ordering.EpochOrder(ROWS, shuffle=True, epoch=epoch).row_ids(np.arange(ROWS)).tolist()
+        )
         assert list(itertools.chain(*rows_of(each, workers=0))) == order[consumed:]
 
 
@@ -342,10 +346,10 @@ def test_a_stateful_data_loader_resumes_in_the_middle_and_the_next_epoch_is_whol
     loader.load_state_dict(state)
     dataset.set_epoch(1)
     rest = [b["row"].tolist() for b in loader]
-    order = EpochOrder(ROWS, shuffle=True, epoch=1).row_ids(np.arange(ROWS)).tolist()
+    order = ordering.EpochOrder(ROWS, shuffle=True, epoch=1).row_ids(np.arange(ROWS)).tolist()
     assert list(itertools.chain(*first, *rest)) == order
     dataset.set_epoch(2)
-    order = EpochOrder(ROWS, shuffle=True, epoch=2).row_ids(np.arange(ROWS)).tolist()
+    order = ordering.EpochOrder(ROWS, shuffle=True, epoch=2).row_ids(np.arange(ROWS)).tolist()
     assert list(itertools.chain(*(b["row"].tolist() for b in loader))) == order
 
 
@@ -390,34 +394,43 @@ def test_a_checkpoint_after_one_batch_of_a_later_pass_loses_and_repeats_no_row(
     loader.load_state_dict(state)
     rows += [row for batch in loader for row in batch["row"].tolist()]
 
-    assert rows == EpochOrder(ROWS, shuffle=True, epoch=epoch).row_ids(np.arange(ROWS)).tolist()
+    assert (
+        rows
+        == ordering.EpochOrder(ROWS, shuffle=True, epoch=epoch).row_ids(np.arange(ROWS)).tolist()
+    )
 
 
 @pytest.fixture
-def begun_here(monkeypatch: pytest.MonkeyPatch) -> list[threading.Thread | Connection]:
+def begun_here(monkeypatch: pytest.MonkeyPatch) -> list[threading.Thread | connections.Connection]:
     """The threads and connections that this thread begins; what others do, is theirs."""
-    begun: list[threading.Thread | Connection] = []
-    here, start, connect = threading.current_thread(), threading.Thread.start, Connection.__init__
+    begun: list[threading.Thread | connections.Connection] = []
+    here, start, connect = (
+        threading.current_thread(),
+        threading.Thread.start,
+        connections.Connection.__init__,
+    )
 
     def noting_start(thread: threading.Thread) -> None:
         if threading.current_thread() is here:
             begun.append(thread)
         start(thread)
 
-    def noting_connect(connection: Connection, location: str, *credentials: Any) -> None:
+    def noting_connect(
+        connection: connections.Connection, location: str, *credentials: Any
+    ) -> None:
         if threading.current_thread() is here:
             begun.append(connection)
         connect(connection, location, *credentials)
 
     monkeypatch.setattr(threading.Thread, "start", noting_start)
-    monkeypatch.setattr(Connection, "__init__", noting_connect)
+    monkeypatch.setattr(connections.Connection, "__init__", noting_connect)
     return begun
 
 
 def test_a_pass_begins_with_its_iterator_which_opens_nothing_before_its_first_batch(
     cluster: LocalCluster,
     table: str,
-    begun_here: list[threading.Thread | Connection],
+    begun_here: list[threading.Thread | connections.Connection],
 ) -> None:
     dataset = CacheIterableDataset(
         table, endpoint=cluster.endpoint, batch_size=64, columns=["row"], local=False
@@ -532,7 +545,7 @@ def test_a_duplicate_of_a_dataset_follows_set_epoch_in_workers_that_live_on(
     for epoch in (0, 1):
         dataset.set_epoch(epoch)
         rows = [row for batch in loader for row in batch["row"].tolist()]
-        order = EpochOrder(ROWS, shuffle=True, epoch=epoch)
+        order = ordering.EpochOrder(ROWS, shuffle=True, epoch=epoch)
         assert rows == order.row_ids(np.arange(ROWS)).tolist()
         with pytest.raises(ConfigError, match="pass steps=<batches taken in this pass>"):
             dataset.state_dict()
@@ -579,7 +592,7 @@ def test_processes_that_train_with_one_dataset_each_go_on_by_themselves(
 
     def order(epoch: int) -> list[int]:
         rows: list[int] = (
-            EpochOrder(ROWS, shuffle=True, epoch=epoch).row_ids(np.arange(ROWS)).tolist()
+            ordering.EpochOrder(ROWS, shuffle=True, epoch=epoch).row_ids(np.arange(ROWS)).tolist()
         )
         return rows
 
@@ -603,7 +616,7 @@ def test_workers_that_live_on_follow_set_epoch(
     for epoch in (3, 0, 7):
         dataset.set_epoch(epoch)
         rows = [row for batch in loader for row in batch["row"].tolist()]
-        order = EpochOrder(ROWS, shuffle=True, epoch=epoch)
+        order = ordering.EpochOrder(ROWS, shuffle=True, epoch=epoch)
         assert rows == order.row_ids(np.arange(ROWS)).tolist()
 
 
@@ -620,7 +633,7 @@ def test_a_killed_node_with_another_replica_costs_no_row(source: Path) -> None:
             rows += batch["row"].tolist()
             if step == 3:
                 cluster.nodes[1].kill()
-    assert rows == EpochOrder(ROWS, shuffle=True).row_ids(np.arange(ROWS)).tolist()
+    assert rows == ordering.EpochOrder(ROWS, shuffle=True).row_ids(np.arange(ROWS)).tolist()
 
 
 @pytest.fixture(scope="module")
@@ -659,7 +672,7 @@ def test_a_worker_sends_of_a_batch_of_arrays_no_more_memory_than_the_batch(
 
 @pytest.mark.parametrize("batch_format", ["torch", "numpy"])
 def test_a_worker_sends_a_column_of_lists_as_one_tensor(
-    cluster: LocalCluster, tmp_path: Path, batch_format: BatchFormat
+    cluster: LocalCluster, tmp_path: Path, batch_format: job_arguments.BatchFormat
 ) -> None:
     """A tensor a row is a file descriptor a row: a worker that had none left hung the loop."""
     lists = [None if row % 7 == 3 else [row] * (row % 5) for row in range(2_000)]
@@ -700,7 +713,7 @@ def test_an_error_of_a_transform_that_is_kept_keeps_no_thread(
     client: CacheClient,
     dataset_name: str,
     source: Path,
-    begun_here: list[threading.Thread | Connection],
+    begun_here: list[threading.Thread | connections.Connection],
 ) -> None:
     client.load(DatasetSpec(dataset_name, source))
 
@@ -733,7 +746,7 @@ def test_a_killed_node_that_comes_back_is_waited_for(wide_source: Path) -> None:
             if step == 2:
                 cluster.nodes[1].kill()
                 cluster.nodes[1].restart()
-    assert rows == EpochOrder(20_000, shuffle=True).row_ids(np.arange(20_000)).tolist()
+    assert rows == ordering.EpochOrder(20_000, shuffle=True).row_ids(np.arange(20_000)).tolist()
 
 
 def test_a_killed_node_that_stays_away_is_named_at_the_deadline(wide_source: Path) -> None:
@@ -798,9 +811,9 @@ def test_ranks_that_read_one_node_in_source_order_take_streams(wide_source: Path
 
         client = CacheClient(cluster.endpoint)
         fingerprint = client.describe("wide").fingerprint
-        with Connection(cluster.endpoint) as connection:
+        with connections.Connection(cluster.endpoint) as connection:
 
-            def stream() -> RowStream:
+            def stream() -> streams.RowStream:
                 return connection.open_rows(
                     "wide", fingerprint, (), 60.0, RowRuns(0), 20_000, rows_per_message=10
                 )
@@ -816,7 +829,7 @@ def test_ranks_that_read_one_node_in_source_order_take_streams(wide_source: Path
             running.receive(10)
             client.drop("wide")
             wait_until(is_gone, 20, "the node to drop it")  # and a new stream says why
-            with pytest.raises(StreamEndedError):
+            with pytest.raises(shared_handle.StreamEndedError):
                 running.receive(20_000 - 10)
 
 

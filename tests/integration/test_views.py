@@ -21,11 +21,11 @@ from cache_client import (
     DatasetSpec,
     RequestError,
     StaleVersionError,
+    __main__,
 )
-from cache_client.__main__ import app
-from cache_client.plan import wait_for_plan
-from cache_client.ranks import find_credentials
-from cache_client.views.columns import VersionNodes, row_values, selected_rows
+from cache_client.job import ranks as job_ranks
+from cache_client.reading import shard_maps
+from cache_client.view_options import columns
 from cache_server import LocalCluster
 from tests.conftest import rows_of, write_numbered
 from tests.waiting import wait_until
@@ -70,10 +70,10 @@ def make(cluster: LocalCluster, **options: Any) -> CacheIterableDataset:
     return CacheIterableDataset("views", **given)
 
 
-def version(cluster: LocalCluster, name: str = "views", **options: Any) -> VersionNodes:
-    credentials = find_credentials(cluster.endpoint)
-    shards = wait_for_plan(cluster.endpoint, name, (), 20, credentials)
-    return VersionNodes(cluster.endpoint, shards, credentials, **options)
+def version(cluster: LocalCluster, name: str = "views", **options: Any) -> columns.VersionNodes:
+    credentials = job_ranks.find_credentials(cluster.endpoint)
+    shards = shard_maps.wait_for_plan(cluster.endpoint, name, (), 20, credentials)
+    return columns.VersionNodes(cluster.endpoint, shards, credentials, **options)
 
 
 @pytest.mark.parametrize("local", [True, False])
@@ -183,7 +183,7 @@ def test_an_audit_proves_what_a_view_read(table: str, cluster: LocalCluster) -> 
         return sum(len(j.audits) for j in client.jobs(audits=True) if j.name == "filtered")
 
     wait_until(lambda: audits() == 1, 20, "the audit record")
-    result = CliRunner().invoke(app, ["audit", "filtered", "--endpoint", cluster.endpoint])
+    result = CliRunner().invoke(__main__.app, ["audit", "filtered", "--endpoint", cluster.endpoint])
     assert result.exit_code == 0, result.output
 
 
@@ -199,10 +199,12 @@ def test_values_of_rows_come_in_row_order_from_any_replica(tmp_path: Path) -> No
             "two replicas of each shard",
         )
         asked = version(nodes, "t", deadline_s=20)
-        assert row_values(asked, "row").to_pylist() == [*rows]
+        assert columns.row_values(asked, "row").to_pylist() == [*rows]
         nodes.nodes[1].kill()
 
-        assert row_values(asked, "label * 2", ["row >= 390"]).to_pylist() == [
+        assert columns.row_values(asked, "label * 2", ["row >= 390"]).to_pylist() == [
             2 * (row % 7) for row in rows if row >= 390
         ]
-        assert [part.tolist() for part in selected_rows(asked, "row % 50 = 3")] == [[3, 53]] * 4
+        assert [part.tolist() for part in columns.selected_rows(asked, "row % 50 = 3")] == [
+            [3, 53]
+        ] * 4

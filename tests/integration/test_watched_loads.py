@@ -166,7 +166,7 @@ def test_grpc_starts_no_thread_of_its_own_to_watch_a_load(
 INTERRUPTED_LOAD = """
 import os, signal, sys, threading, time
 from cache_client import CacheClient, DatasetSpec
-from cache_client.grpc_guard import forks
+from cache_client.flight import forks
 
 later = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
 

@@ -214,7 +214,7 @@ def test_a_file_whose_load_may_continue_stays_and_a_warning_names_it(
     def wait(*_: object) -> None:
         raise error("no answer")
 
-    monkeypatch.setattr("cache_client.client._wait_until_loaded", wait)
+    monkeypatch.setattr("cache_client.control.client.wait_until_loaded", wait)
     with caplog.at_level(logging.WARNING), pytest.raises(error):
         client.write(dataset_name, numbered_table(10), through=tmp_path)
 

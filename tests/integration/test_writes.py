@@ -33,7 +33,7 @@ from cache_client import (
     LostPartitionsError,
     RequestError,
 )
-from cache_client.writes import Write
+from cache_client.writing import writes
 from cache_server import LocalCluster
 from tests.conftest import numbered_table
 from tests.waiting import wait_until
@@ -193,7 +193,7 @@ def test_tasks_put_partitions_and_the_driver_commits_one_attempt_of_each(
 ) -> None:
     table = numbered_table(ROWS)
     begun = client.begin_write(dataset_name, table.schema, target_shard_bytes=SHARD_BYTES)
-    task: Write = pickle.loads(pickle.dumps(begun))
+    task: writes.Write = pickle.loads(pickle.dumps(begun))
 
     late = task.put(7, 0, table.slice(600))
     lost = task.put(2, 0, table.slice(0, 600))

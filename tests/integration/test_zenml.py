@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 import cache_runtimes
-from cache_client.ranks import Rank, find_rank_in
+from cache_client.job import ranks
 from cache_protocol.errors import ConfigError
 from cache_runtimes.local import read_manifests, render
 from cache_runtimes.local.trainer.info import containers, pod_spec
@@ -81,9 +81,9 @@ def test_zenmls_mapping_makes_one_rank_of_a_pod() -> None:
         "WORLD_SIZE": "4",
         "LOCAL_RANK": "0",
     }
-    assert find_rank_in({**PET, **added}) == Rank(3, 4)
+    assert ranks.find_rank_in({**PET, **added}) == ranks.Rank(3, 4)
     # The client finds the same without it.
-    assert find_rank_in(PET) == Rank(3, 4)
+    assert ranks.find_rank_in(PET) == ranks.Rank(3, 4)
 
 
 def test_zenmls_mapping_keeps_existing_variables() -> None:
@@ -100,7 +100,7 @@ def test_an_incomplete_mapping_is_an_error_that_names_it(processes: str) -> None
     assert added["RANK"] == "3"
     assert "WORLD_SIZE" not in added
     with pytest.raises(ConfigError, match="RANK='3', WORLD_SIZE is not set"):
-        find_rank_in({**environ, **added})
+        ranks.find_rank_in({**environ, **added})
 
 
 def made(resources: Json | None = None, **settings: Any) -> Json:

@@ -22,22 +22,23 @@ GENERATED = ("_pb2.py", "_pb2_grpc.py")
 
 # Numbers in, numbers out.
 PURE_MODULES = (
-    "cache_client/arguments.py",
-    "cache_client/audit.py",
-    "cache_client/load_log.py",
-    "cache_client/order.py",
-    "cache_client/permutation.py",
-    "cache_client/routing.py",
-    "cache_client/views/splits.py",
+    "cache_client/flight/routing.py",
+    "cache_client/job/arguments.py",
+    "cache_client/order/audit.py",
+    "cache_client/order/digests.py",
+    "cache_client/order/load_log.py",
+    "cache_client/order/order.py",
+    "cache_client/order/permutation.py",
+    "cache_client/order/states.py",
+    "cache_client/reading/window_sizes.py",
     "cache_client/views/groups.py",
     "cache_client/views/length_buckets.py",
-    "cache_client/views/logged_view.py",
+    "cache_client/views/mixing.py",
+    "cache_client/views/mixture_view.py",
     "cache_client/views/packing.py",
     "cache_client/views/sampling.py",
-    "cache_client/views/mixture.py",
-    "cache_client/views/names.py",
+    "cache_client/views/splits.py",
     "cache_client/views/view.py",
-    "cache_client/window_sizes.py",
     "cache_server/auth/kubernetes.py",
     "cache_server/auth/principals.py",
     "cache_server/auth/verbs.py",
@@ -146,16 +147,8 @@ _POSTGRES = ("cache_server/tables/postgres/",)
 _HUB = ("cache_server/object_stores/hub.py",)
 # Who speaks with the world, with nodes or with clients: a table or a store is read for them.
 _OUTSIDE = ("coordination", "local", "node", "plan", "rpc", "server", "web")
-_KNOW_THE_READER = (
-    "client",
-    "convert",
-    "dataset",
-    "joined_reader",
-    "plan",
-    "random_access",
-    "source",
-    "table_reads",
-)
+_KNOW_THE_READER = ("reading/", "control/client.py", "training/random_access.py")
+_CALL_THE_COORDINATOR = ("client", "loads")
 _RUN_PODS = ("containers", "controller", "kubelet", "run")
 BARRIERS = (
     Barrier("cache_server", "cache_client"),
@@ -180,7 +173,11 @@ BARRIERS = (
             "cache_server/node/peer_files.py",
         ),
     ),
-    Barrier("cache_client", "pyarrow.flight", ("cache_client/connections.py",)),
+    Barrier(
+        "cache_client",
+        "pyarrow.flight",
+        ("cache_client/flight/connections.py", "cache_client/flight/shared_handle.py"),
+    ),
     Barrier("protos/cache_protocol", "pyarrow.flight"),
     *(
         Barrier(room, "ctypes", ("protos/cache_protocol/storage/virtual_memory.py",))
@@ -195,7 +192,9 @@ BARRIERS = (
             "cache_server/node/coordinator_link.py",
         ),
     ),
-    Barrier("cache_client", "grpc", ("cache_client/client.py",)),
+    Barrier(
+        "cache_client", "grpc", tuple(f"cache_client/control/{n}.py" for n in _CALL_THE_COORDINATOR)
+    ),
     # Each way to the data has its own room, and each library one importer.
     Barrier("cache_server", "obstore", ("cache_server/object_stores/",)),
     Barrier("cache_server", "boto3", ("cache_server/object_stores/aws_credentials.py",)),
@@ -233,8 +232,8 @@ BARRIERS = (
     # Who knows rows and nodes; `device.py`, for one, does not.
     Barrier(
         "cache_client",
-        "cache_client.reader",
-        tuple(f"cache_client/{n}.py" for n in _KNOW_THE_READER),
+        "cache_client.reading.reader",
+        tuple(f"cache_client/{n}" for n in _KNOW_THE_READER),
     ),
     # What runs beside a cache is no part of it: `cachectl run-local` is the one door.
     Barrier("cache_server", "cache_runtimes"),
@@ -278,10 +277,31 @@ ENVIRONMENT = ("os.environ", "os.environb", "os.getenv", "os.getenvb", "os.puten
 ENVIRONMENT_READERS = (
     "cache_server/__main__.py",
     "cache_client/__main__.py",
-    "cache_client/ranks.py",
+    "cache_client/job/ranks.py",
     "runtimes/cache_runtimes/initializer/__main__.py",
 )
 ENVIRONMENT_FUNCTION = "from_env"
+
+
+# Each room of the client, and the rooms that it imports: only ones above it in this table.
+CLIENT_ROOMS = {
+    "order": (),
+    "flight": ("order",),
+    "job": ("order",),
+    "views": ("order",),
+    "reading": ("flight",),
+    "writing": ("flight", "reading"),
+    "batches": ("job", "reading"),
+    "epochs": ("order", "flight", "reading"),
+    "control": ("order", "flight", "job", "reading", "writing"),
+    "view_options": ("order", "flight", "job", "views", "reading", "batches"),
+    "training": (
+        *("order", "flight", "job", "views", "reading", "batches", "epochs", "view_options"),
+    ),
+    "engines": ("writing", "control"),
+    "cli": ("order", "control"),
+}
+MOST_ENTRIES = 16  # of the client's folder
 
 
 @dataclass(frozen=True)
@@ -486,6 +506,26 @@ def test_no_room_imports_a_room_that_imports_it_in_turn() -> None:
     tuple(graphlib.TopologicalSorter(arrows).static_order())
 
 
+def test_the_rooms_of_the_client_import_what_the_table_says_and_no_room_below_it() -> None:
+    found: dict[str, set[str]] = {room: set() for room in CLIENT_ROOMS}
+    for file in python_files("cache_client"):
+        room = Path(file).parts[1]
+        if room in ("__init__.py", "__main__.py"):
+            continue  # the faces of the package
+        uses = [use.name.split(".") for use in uses_of(file) if use.is_import]
+        below = {use[1] for use in uses if use[0] == "cache_client" and use[1:2] != [room]}
+        found[room] |= below & CLIENT_ROOMS.keys()
+    assert found == {room: set(below) for room, below in CLIENT_ROOMS.items()}
+    rooms = list(CLIENT_ROOMS)
+    for room, below in CLIENT_ROOMS.items():
+        assert {*below} <= {*rooms[: rooms.index(room)]}, f"{room} imports a room below it"
+
+
+def test_the_folder_of_the_client_is_read_at_a_glance() -> None:
+    entries = {path.name for path in (ROOT / "cache_client").iterdir()} - {"__pycache__"}
+    assert len(entries) <= MOST_ENTRIES, sorted(entries)
+
+
 @pytest.mark.parametrize("file", PURE_MODULES)
 def test_pure_modules_do_no_io(file: str) -> None:
     if not (ROOT / file).exists():
@@ -552,9 +592,9 @@ def test_datafusion_is_loaded_when_a_node_starts_and_its_allocator_has_been_told
 
 def test_a_dataset_imports_what_most_processes_never_use_when_it_is_used() -> None:
     run_python(
-        "import sys, cache_client.dataset\n"
+        "import sys, cache_client.training.dataset\n"
         "found = {'pydantic', 'rich'} & sys.modules.keys()\n"
-        "assert not found, f'import cache_client.dataset imports {found}'"
+        "assert not found, f'import cache_client.training.dataset imports {found}'"
     )
 
 
@@ -635,7 +675,7 @@ def test_relative_imports_are_resolved(source: str, package: str, name: str) -> 
     ],
 )
 def test_impurity_is_seen(source: str) -> None:
-    assert impurities("cache_client/order.py", uses_in(source))
+    assert impurities("cache_client/order/order.py", uses_in(source))
 
 
 @pytest.mark.parametrize(
@@ -650,7 +690,7 @@ def test_impurity_is_seen(source: str) -> None:
     ],
 )
 def test_pure_imports_are_let_through(source: str) -> None:
-    assert not impurities("cache_client/order.py", uses_in(source))
+    assert not impurities("cache_client/order/order.py", uses_in(source))
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import socket
 import pytest
 from tenacity import RetryCallState, Retrying
 
-from cache_client.plan import wait_for_plan
+from cache_client.reading import shard_maps
 from cache_protocol.errors import NodeUnavailableError
 from cache_protocol.wire.backoff import backoff, rest_s
 
@@ -43,7 +43,9 @@ def test_waiting_for_a_cache_leaves_the_random_numbers_of_the_program_alone() ->
         closed.bind(("127.0.0.1", 0))  # no server listens
         before = random.getstate()
         with pytest.raises(NodeUnavailableError):
-            wait_for_plan(f"grpc://127.0.0.1:{closed.getsockname()[1]}", "t", [], deadline_s=1.0)
+            shard_maps.wait_for_plan(
+                f"grpc://127.0.0.1:{closed.getsockname()[1]}", "t", [], deadline_s=1.0
+            )
     assert random.getstate() == before
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from cache_client.fetch_ahead import FETCH_THREADS
+from cache_client.reading import fetch_ahead
 from cache_protocol.errors import NodeUnavailableError
 from cache_server.rpc.stream_limits import (
     MAX_BYTES_OF_CONNECTION,
@@ -50,10 +50,10 @@ def test_a_job_may_have_as_many_ranks_as_the_streams_of_each_fit_in_the_memory_o
     container_gib: int, ranks: int
 ) -> None:
     allowed = calls_of_principal(container_gib << 30)
-    assert allowed // FETCH_THREADS == ranks
+    assert allowed // fetch_ahead.FETCH_THREADS == ranks
     limits = StreamLimits(TIMEOUT_S, max_calls_of_principal=allowed)
     for rank in range(ranks):
-        for _ in range(FETCH_THREADS):
+        for _ in range(fetch_ahead.FETCH_THREADS):
             limits.begin("job", str(rank))
     with pytest.raises(NodeUnavailableError, match=f"at most {allowed} running calls"):
         limits.begin("job", "one more")

@@ -13,9 +13,9 @@ import pyarrow as pa
 import pytest
 import torch
 
-from cache_client.arguments import BatchFormat
-from cache_client.convert import Converter
-from cache_client.rows import Rows
+from cache_client.batches import convert
+from cache_client.job import arguments
+from cache_client.reading import rows as reading_rows
 from cache_protocol.errors import LoadError
 from cache_protocol.storage.layout import numpy_dtype
 from cache_server.shards.packing import ShardBuilder, storage_schema, storage_type
@@ -77,13 +77,13 @@ def names_of(cell: str) -> list[str]:
 CASES = [(name, row) for row in ROWS for name in names_of(row[0])]
 
 
-def batch_of(dtype: pa.DataType, values: list[Any], batch_format: BatchFormat) -> Any:
+def batch_of(dtype: pa.DataType, values: list[Any], batch_format: arguments.BatchFormat) -> Any:
     """The column of a batch that a training loop gets, of a shard of these values."""
     array = pa.array(values, dtype)
     builder = ShardBuilder(storage_schema(pa.schema([("x", dtype)])))
     builder.append(pa.RecordBatch.from_arrays([array], names=["x"]))
-    rows = Rows.of_batch(builder.layout, builder.finish())
-    batch = Converter(builder.layout, None, batch_format)(rows)
+    rows = reading_rows.Rows.of_batch(builder.layout, builder.finish())
+    batch = convert.Converter(builder.layout, None, batch_format)(rows)
     return batch["x"]
 
 

@@ -7,17 +7,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache_client.order import EpochOrder, StepPlan
-from cache_client.views import length_buckets
-from cache_client.views.length_buckets import LengthBucketsView
-from cache_client.views.shared_array import SharedArray
-from cache_client.views.view import PlainView, Shuffle
+from cache_client.order import order as ordering
+from cache_client.views import length_buckets, shared_array
+from cache_client.views import view as views_view
 
 
 def view_of(lengths, bucket_rows, *, shuffle=True, seed=5):
     lengths = np.array(lengths, np.uint16)
-    return LengthBucketsView(
-        PlainView(len(lengths)), SharedArray(lengths), bucket_rows, Shuffle(shuffle, None, seed)
+    return length_buckets.LengthBucketsView(
+        views_view.PlainView(len(lengths)),
+        shared_array.SharedArray(lengths),
+        bucket_rows,
+        views_view.Shuffle(shuffle, None, seed),
     )
 
 
@@ -35,7 +36,7 @@ def test_slots_are_rows_and_buckets_are_runs_of_a_sorted_window(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(length_buckets, "WINDOW_BUCKETS", 3)
         view = view_of(lengths, bucket_rows, shuffle=shuffle)
-        order = EpochOrder(len(lengths), shuffle=shuffle, seed=5, epoch=epoch)
+        order = ordering.EpochOrder(len(lengths), shuffle=shuffle, seed=5, epoch=epoch)
         order = order.row_ids(np.arange(len(lengths))).tolist()
         assert view.num_slots(epoch) == len(lengths)
         rows = view.samples(np.arange(len(lengths)), epoch).row_ids.tolist()
@@ -61,8 +62,8 @@ def test_slots_are_rows_and_buckets_are_runs_of_a_sorted_window(
 @pytest.mark.parametrize(("world_size", "batch_size"), [(2, 16), (8, 32), (5, 20), (64, 4)])
 def test_ranks_have_about_equal_sums_of_lengths_and_squares(world_size, batch_size):
     lengths = np.random.default_rng(0).lognormal(5, 1, 65_536).astype(np.uint16)
-    plan = StepPlan(len(lengths), world_size, batch_size)
-    order = EpochOrder(len(lengths), shuffle=True, seed=5)
+    plan = ordering.StepPlan(len(lengths), world_size, batch_size)
+    order = ordering.EpochOrder(len(lengths), shuffle=True, seed=5)
 
     def worst_and_padding(rows_of):
         worst, padded = [0.0, 0.0], 0

@@ -8,12 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache_client.order import EpochOrder
-from cache_client.views import packing
-from cache_client.views.packing import PackingView
-from cache_client.views.sampling import EpochRowsView
-from cache_client.views.shared_array import SharedArray
-from cache_client.views.view import PlainView, Samples, Shuffle
+from cache_client.order import order as ordering
+from cache_client.views import packing, sampling, shared_array
+from cache_client.views import view as views_view
 
 lengths_of_documents = st.lists(st.integers(0, 40), max_size=60)
 
@@ -35,12 +32,12 @@ def reference(lengths, sequence_length, *, cut, order):
 
 
 def view_of(lengths, sequence_length, *, cut, shuffle=True, seed=3):
-    return PackingView(
-        PlainView(len(lengths)),
-        SharedArray(np.array(lengths, np.uint16)),
+    return packing.PackingView(
+        views_view.PlainView(len(lengths)),
+        shared_array.SharedArray(np.array(lengths, np.uint16)),
         sequence_length,
         cut,
-        Shuffle(shuffle, None, seed),
+        views_view.Shuffle(shuffle, None, seed),
     )
 
 
@@ -67,7 +64,7 @@ def tokens_of(samples, lengths, sequence_length):
 def test_sequences_are_those_of_a_loop_over_the_documents(
     lengths, sequence_length, cut, shuffle, epoch, at_once, data
 ):
-    order = EpochOrder(len(lengths), shuffle=shuffle, seed=3, epoch=epoch)
+    order = ordering.EpochOrder(len(lengths), shuffle=shuffle, seed=3, epoch=epoch)
     order = order.row_ids(np.arange(len(lengths)))
     expected = reference(lengths, sequence_length, cut=cut, order=order.tolist())
     with pytest.MonkeyPatch.context() as patch:
@@ -111,7 +108,7 @@ def test_a_document_of_two_sequences_is_read_once_a_step(lengths, sequence_lengt
 def test_a_view_says_whether_all_epochs_have_as_many_sequences(lengths, cut, shuffle, epoch_rows):
     view = view_of(lengths, 8, cut=cut, shuffle=shuffle)
     if epoch_rows is not None:
-        view = replace(view, inner=EpochRowsView(view.inner, epoch_rows, view.shuffle))
+        view = replace(view, inner=sampling.EpochRowsView(view.inner, epoch_rows, view.shuffle))
     is_told = (cut or not shuffle) and epoch_rows is None
     assert view.epochs == ("same size" if is_told else "any size")
     if is_told:
@@ -125,7 +122,7 @@ def test_sequences_of_shuffled_whole_documents_may_be_more_in_a_late_epoch():
 
 
 def test_samples_of_single_rows_share_nothing():
-    plain = Samples(np.array([1, 1, 2]))
+    plain = views_view.Samples(np.array([1, 1, 2]))
     assert plain.shared([2, 1]) is plain
     assert plain.rows_of_steps([2, 1]) == [2, 1]
 

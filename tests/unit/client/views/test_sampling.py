@@ -5,16 +5,9 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from cache_client.order import EpochOrder, StepPlan
-from cache_client.views.sampling import (
-    BalancedView,
-    EpochRowsView,
-    WeightedView,
-    class_table,
-    weight_table,
-)
-from cache_client.views.shared_array import SharedArray
-from cache_client.views.view import PlainView, Shuffle
+from cache_client.order import order as ordering
+from cache_client.views import sampling, shared_array
+from cache_client.views import view as views_view
 
 
 def rows(view, epoch=0):
@@ -33,37 +26,54 @@ def in_pieces(view, epoch, size, rng):
 
 
 def balanced(labels, epoch_rows, shuffle, name="label"):
-    slots, starts = class_table(labels)
-    view = PlainView(len(labels))
-    return BalancedView(view, SharedArray(slots), SharedArray(starts), name, epoch_rows, shuffle)
+    slots, starts = sampling.class_table(labels)
+    view = views_view.PlainView(len(labels))
+    return sampling.BalancedView(
+        view,
+        shared_array.SharedArray(slots),
+        shared_array.SharedArray(starts),
+        name,
+        epoch_rows,
+        shuffle,
+    )
 
 
 def weighted(weights, replacement, epoch_rows, seed, name="w"):
-    ends, most = weight_table(weights, replacement=replacement, seed=seed)
+    ends, most = sampling.weight_table(weights, replacement=replacement, seed=seed)
     chosen = epoch_rows or (len(weights) if replacement else most)
-    return WeightedView(PlainView(len(weights)), SharedArray(ends), name, replacement, chosen, seed)
+    return sampling.WeightedView(
+        views_view.PlainView(len(weights)),
+        shared_array.SharedArray(ends),
+        name,
+        replacement,
+        chosen,
+        seed,
+    )
 
 
 # -- epochs of another length ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("num_rows", "epoch_rows"), [(1, 4), (2, 3), (7, 20), (64, 5), (257, 300)])
-@pytest.mark.parametrize("shuffle", [Shuffle(False), Shuffle(True, None, 3), Shuffle(True, 4, 3)])
+@pytest.mark.parametrize(
+    "shuffle",
+    [views_view.Shuffle(False), views_view.Shuffle(True, None, 3), views_view.Shuffle(True, 4, 3)],
+)
 def test_epochs_of_another_length_are_the_passes_cut_anew(num_rows, epoch_rows, shuffle):
-    view = EpochRowsView(PlainView(num_rows), epoch_rows, shuffle)
+    view = sampling.EpochRowsView(views_view.PlainView(num_rows), epoch_rows, shuffle)
     epochs = [rows(view, epoch) for epoch in range(4)]
     joined = [row for epoch in epochs for row in epoch]
     assert all(len(epoch) == epoch_rows for epoch in epochs)
     for number, start in enumerate(range(0, len(joined), num_rows)):
-        order = shuffle.order(PlainView(num_rows), number)
+        order = shuffle.order(views_view.PlainView(num_rows), number)
         expected = order.row_ids(np.arange(num_rows)).tolist()
         assert joined[start : start + num_rows] == expected[: len(joined) - start]
     assert in_pieces(view, 2, 7, np.random.default_rng(0)) == epochs[2]
 
 
 def test_an_epoch_as_long_as_the_table_is_the_plain_one():
-    view = EpochRowsView(PlainView(100), 100, Shuffle(True, None, 5))
-    plain = EpochOrder(100, shuffle=True, seed=5, epoch=3)
+    view = sampling.EpochRowsView(views_view.PlainView(100), 100, views_view.Shuffle(True, None, 5))
+    plain = ordering.EpochOrder(100, shuffle=True, seed=5, epoch=3)
     assert rows(view, 3) == plain.row_ids(np.arange(100)).tolist()
 
 
@@ -76,7 +86,7 @@ def test_each_class_comes_once_in_each_run_and_takes_all_its_rows_before_one_aga
     num_classes = int(rng.integers(1, 12))
     labels = np.concatenate([np.arange(num_classes), rng.integers(0, num_classes, 60)])
     rng.shuffle(labels)
-    shuffle = Shuffle(bool(seed % 2), None, seed)
+    shuffle = views_view.Shuffle(bool(seed % 2), None, seed)
     epoch_rows = int(rng.integers(num_classes, 200))
     view = balanced(labels, epoch_rows, shuffle)
 
@@ -98,8 +108,8 @@ def test_each_class_comes_once_in_each_run_and_takes_all_its_rows_before_one_aga
 @pytest.mark.parametrize("epoch", [2**62, 2**62 - 1])
 def test_an_epoch_of_any_number_can_be_read(epoch):
     views = [
-        EpochRowsView(PlainView(10), 7, Shuffle(True)),
-        balanced(np.arange(10) % 3, 9, Shuffle(True)),
+        sampling.EpochRowsView(views_view.PlainView(10), 7, views_view.Shuffle(True)),
+        balanced(np.arange(10) % 3, 9, views_view.Shuffle(True)),
         weighted(np.ones(10), True, None, 0),
         weighted(np.ones(10), False, None, 0),
     ]
@@ -109,22 +119,22 @@ def test_an_epoch_of_any_number_can_be_read(epoch):
 
 def test_every_rank_gets_every_class_where_a_batch_has_one_row():
     labels = np.arange(64) % 2
-    view = balanced(labels, 64, Shuffle(True, None, 1))
-    plan, all_rows = StepPlan(64, 2, 1), rows(view)
+    view = balanced(labels, 64, views_view.Shuffle(True, None, 1))
+    plan, all_rows = ordering.StepPlan(64, 2, 1), rows(view)
     for rank in range(2):
         taken = [labels[all_rows[plan.positions(step, rank).start]] for step in range(32)]
         assert set(taken) == {0, 1}
 
 
 def test_classes_without_a_row_make_an_empty_epoch():
-    view = balanced(np.empty(0, np.int64), 10, Shuffle(True))
+    view = balanced(np.empty(0, np.int64), 10, views_view.Shuffle(True))
     assert view.num_slots(0) == 0
     assert rows(view) == []
 
 
 def test_epochs_differ_and_depend_on_the_seed():
     labels = np.arange(60) % 3
-    views = [balanced(labels, 60, Shuffle(True, None, s)) for s in (1, 2)]
+    views = [balanced(labels, 60, views_view.Shuffle(True, None, s)) for s in (1, 2)]
     assert rows(views[0], 0) != rows(views[0], 1)
     assert rows(views[0], 0) != rows(views[1], 0)
 
@@ -154,7 +164,7 @@ def test_equal_weights_without_replacement_give_every_row_once(weight):
 
 
 def test_the_largest_weight_limits_an_epoch_without_replacement():
-    _, most = weight_table(np.array([1.0, 2.0, 5.0]), replacement=False, seed=0)
+    _, most = sampling.weight_table(np.array([1.0, 2.0, 5.0]), replacement=False, seed=0)
     assert most == 1
 
 
@@ -184,14 +194,14 @@ def test_a_view_says_what_memory_its_tables_take():
     size = 100_000
     assert weighted(np.ones(size), True, None, 0).num_bytes == 8 * size
     labels = np.zeros(size, np.int32)
-    assert balanced(labels, size, Shuffle(True)).num_bytes == 4 * size + 16
+    assert balanced(labels, size, views_view.Shuffle(True)).num_bytes == 4 * size + 16
 
 
 def test_what_differs_has_another_identity():
-    shuffle, weights, labels = Shuffle(True), np.ones(4), np.zeros(4, np.int64)
+    shuffle, weights, labels = views_view.Shuffle(True), np.ones(4), np.zeros(4, np.int64)
     identities = [
-        EpochRowsView(PlainView(4), 3, shuffle).identity,
-        EpochRowsView(PlainView(4), 4, shuffle).identity,
+        sampling.EpochRowsView(views_view.PlainView(4), 3, shuffle).identity,
+        sampling.EpochRowsView(views_view.PlainView(4), 4, shuffle).identity,
         balanced(labels, 4, shuffle, "a").identity,
         balanced(labels, 4, shuffle, "b").identity,
         weighted(weights, True, None, 0, "a").identity,

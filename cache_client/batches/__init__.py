@@ -1,0 +1,1 @@
+"""Rows -> tensors, arrays and frames."""

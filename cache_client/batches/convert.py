@@ -1,0 +1,497 @@
+"""Rows -> the batches a training loop sees: dicts of tensors or arrays, or Arrow record batches.
+
+A scalar column is copied out of its packed matrix, because collectives and `view` need contiguous
+memory, and a column that is kept must not keep the rows beside it. Columns stacked in the order in
+which they lie side by side are a view, as matrices are; any other stack is a copy.
+
+A DataLoader worker sends each storage of a batch once, and whole, and each costs a file descriptor.
+So there the scalar columns of a matrix are contiguous parts of one storage. Knows neither nodes nor
+order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import torch
+from torch.utils.data import get_worker_info
+
+from cache_client.batches.batch_formats import (
+    ListColumn,
+    check_package,
+    refuse_workers,
+    to_jax,
+    to_polars,
+)
+from cache_client.batches.images import ImageDecoder, ImageMode
+from cache_client.job.arguments import BatchFormat
+from cache_client.reading.rows import Rows, cut
+from cache_protocol.errors import ConfigError, InvalidTextError, RequestError
+from cache_protocol.storage.layout import Layout, equal_lists, is_scalar, pool_matrix, transposed
+
+_Array = npt.NDArray[np.generic]
+_Getter = Callable[[Rows], Any]
+_Cutter = Callable[[torch.Tensor], dict[str, torch.Tensor]]
+
+_MOST_OWN = 16  # columns of a matrix that are copied one by one; more are copied faster together
+# NumPy takes 0.03 us a string. So does `to_pylist` of pyarrow 26; that of pyarrow 22 takes 0.5 us.
+_TEXTS = (pa.string(), pa.large_string(), pa.binary(), pa.large_binary())
+
+
+class _View(NamedTuple):
+    """A column, or a stack of neighbours, inside a stored column."""
+
+    stored: int
+    part: int | slice
+
+
+class Converter:
+    """Turns rows into batches of one format. Immutable, any thread.
+
+    A list of numbers becomes a 1-d tensor or array; a list with a null becomes a Python list. A
+    batch may hold both.
+
+    Args:
+        layout: of the rows.
+        stack: new name -> columns that it replaces; each becomes one ``[B, n]`` tensor. Several
+            dtypes become the smallest dtype that holds them all. 64-bit integers with floats become
+            float64, which is exact up to 2**53.
+        batch_format: ``torch`` (a dict of tensors), ``numpy`` (a dict of arrays) or ``arrow`` (a
+            RecordBatch), ``jax`` (a dict of JAX arrays) or ``polars`` (a DataFrame).
+        stack_dtype: of every stack, a dtype of torch or numpy; default: as above.
+        copy: scalar columns are contiguous; False: they are strided views of the rows of a window.
+        decode: binary columns with encoded images -> how to decode them, see `ImageDecoder`.
+
+    Raises:
+        ConfigError: names a column that is unknown, used twice, or cannot be stacked. Integers
+            that have no common integer dtype, such as ``int64`` and ``uint64``, are not stacked.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        stack: Mapping[str, Sequence[str]] | None = None,
+        batch_format: BatchFormat = "torch",
+        *,
+        copy: bool = True,
+        stack_dtype: object = None,
+        decode: Mapping[str, ImageMode] | None = None,
+    ) -> None:
+        check_package(batch_format)
+        stacks = {name: list(columns) for name, columns in (stack or {}).items()}
+        dtype = None if stack_dtype is None else _number_dtype(stack_dtype)
+        _check_stacks(layout, stacks, batch_format, dtype)
+        self._layout = layout
+        self._batch_format = batch_format
+        views = _views(layout, stacks)
+        cast = {
+            name
+            for name, columns in stacks.items()
+            if dtype is not None and any(_dtype(layout, column) != dtype for column in columns)
+        }
+        views = {name: view for name, view in views.items() if name not in cast}
+        getters = _getters(layout, stacks, views, dtype, as_torch=batch_format == "torch")
+        getters |= _image_getters(layout, decode or {}, as_torch=batch_format == "torch")
+        self._names = list(getters)
+        self._bools = _bool_names(layout, stacks, cast=dtype is not None)
+        self._copied = _scalars(layout, views) if copy else []
+        own = {name for _, names, _ in self._copied for name in names}
+        views = {name: view for name, view in views.items() if name not in own}
+        self._cutters = _cutters(layout, views) if batch_format == "torch" else []
+        cut = {index for index, _ in self._cutters}
+        self._getters = [
+            (name, get)
+            for name, get in getters.items()
+            if name not in own and (name not in views or views[name].stored not in cut)
+        ]
+
+    def __call__(self, rows: Rows) -> Any:
+        """The batch of these rows; tensors share their memory."""
+        refuse_workers(self._batch_format)
+        if self.makes_tables:
+            return self._table(rows.to_batch())
+        batch: dict[str, Any] = dict.fromkeys(self._names)
+        as_torch = self._batch_format == "torch"
+        together = as_torch and bool(self._copied) and get_worker_info() is not None
+        for index, names, positions in self._copied:
+            matrix = rows.matrices[index]
+            if together or len(names) > _MOST_OWN:
+                batch.update(zip(names, _block(matrix, positions, as_torch), strict=True))
+                continue
+            for name, position in zip(names, positions, strict=True):
+                column = matrix[:, position].copy()
+                batch[name] = torch.from_numpy(column) if as_torch else column
+        for index, cutter in self._cutters:
+            batch.update(cutter(torch.from_numpy(rows.matrices[index])))
+        convert = self._convert_value()
+        for name, get in self._getters:
+            value = get(rows)
+            batch[name] = convert(value) if isinstance(value, np.ndarray) else value
+        for name in self._bools:
+            batch[name] = _as_bools(batch[name])
+        if self._batch_format == "jax":
+            return {name: to_jax(name, value) for name, value in batch.items()}
+        return batch
+
+    def batches(self, rows: Rows, sizes: Sequence[int]) -> Iterator[Any]:
+        """The batches of consecutive rows; tables are parts of one that has all of them.
+
+        Args:
+            sizes: rows of each batch.
+        """
+        if len(sizes) == 1 or not self.makes_tables:
+            yield from map(self, cut([rows], sizes) if len(sizes) > 1 else [rows])
+            return
+        refuse_workers(self._batch_format)
+        whole, stop = rows.to_batch(), 0
+        for size in sizes:
+            start, stop = stop, stop + size
+            yield self._table(whole.slice(start, size))
+
+    @property
+    def makes_tables(self) -> bool:
+        """Whether a batch is a table of another library, not a dict."""
+        return self._batch_format in ("arrow", "polars")
+
+    def _table(self, batch: pa.RecordBatch) -> Any:
+        return batch if self._batch_format == "arrow" else to_polars(batch, self._bools)
+
+    @property
+    def names(self) -> list[str]:
+        """The names in a batch, in order."""
+        return self._layout.logical.names if self.makes_tables else self._names
+
+    def _convert_value(self) -> Callable[[_Array], Any]:
+        in_worker = get_worker_info() is not None
+        if self._batch_format == "torch":
+            # A view of some columns would send those beside it too.
+            if self._copied and in_worker:
+                return lambda value: torch.from_numpy(np.ascontiguousarray(value))
+            return torch.from_numpy
+        return np.ascontiguousarray if in_worker else lambda value: value
+
+
+def _check_stacks(
+    layout: Layout,
+    stacks: Mapping[str, Sequence[str]],
+    batch_format: BatchFormat,
+    dtype: np.dtype[np.generic] | None,
+) -> None:
+    if stacks and batch_format in ("arrow", "polars"):
+        raise ConfigError(
+            f"stack cannot be used with batch_format={batch_format!r}: it makes tensors"
+        )
+    used: set[str] = set()
+    for name, columns in stacks.items():
+        if not columns:
+            raise ConfigError(f"stack {name!r} names no column")
+        try:
+            layout.select(columns)
+        except RequestError as error:
+            raise ConfigError(f"stack {name!r}: {error}") from None
+        for column in columns:
+            if not is_scalar(layout.logical.field(column).type):
+                raise ConfigError(
+                    f"stack {name!r}: column {column!r} is a "
+                    f"{layout.logical.field(column).type}, only numbers can be stacked"
+                )
+            if column in used:
+                raise ConfigError(f"stack {name!r}: column {column!r} is already in another stack")
+            used.add(column)
+        _check_dtypes(layout, name, columns, dtype)
+    taken = [name for name in stacks if name in layout.logical.names and name not in used]
+    if taken:
+        raise ConfigError(f"stack {taken[0]!r} has the name of a column that is not stacked")
+
+
+def _number_dtype(dtype: object) -> np.dtype[np.generic]:
+    """A dtype of torch or numpy, as numpy's."""
+    try:
+        name = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
+        found: np.dtype[np.generic] = np.dtype(name)  # type: ignore[call-overload]
+    except TypeError:
+        found = np.dtype(object)
+    if found.kind not in "iuf":
+        raise ConfigError(f"stack_dtype must be a dtype of numbers, got {dtype!r}")
+    return found
+
+
+def _check_dtypes(
+    layout: Layout, name: str, columns: Sequence[str], dtype: np.dtype[np.generic] | None
+) -> None:
+    dtypes = [_dtype(layout, column) for column in columns]
+    if dtype is not None:
+        for column, own in zip(columns, dtypes, strict=True):
+            if not np.can_cast(own, dtype, "same_kind"):
+                raise ConfigError(
+                    f"stack {name!r}: stack_dtype={dtype} cannot hold column {column!r}, {own}"
+                )
+        return
+    common = np.result_type(*dtypes)
+    if common.kind == "f" and all(dtype.kind in "iu" for dtype in dtypes):
+        # One of each dtype: there may be hundreds of columns.
+        of_dtype = {dtype: column for column, dtype in zip(columns, dtypes, strict=True)}
+        named = ", ".join(f"{column!r} {dtype}" for dtype, column in of_dtype.items())
+        raise ConfigError(
+            f"stack {name!r}: no integer dtype holds columns {named}, and {common} would round them"
+        )
+
+
+def _dtype(layout: Layout, name: str) -> np.dtype[np.generic]:
+    dtype = layout.columns[layout.place(name)[0]].dtype
+    assert dtype is not None  # only scalar columns are stacked
+    return dtype
+
+
+def _views(layout: Layout, stacks: Mapping[str, Sequence[str]]) -> dict[str, _View]:
+    """What can be a view of a packed matrix: columns, and stacks of neighbours in order."""
+    stacked = {column for columns in stacks.values() for column in columns}
+    views = {
+        name: _View(index, position)
+        for index, column in enumerate(layout.columns)
+        if column.kind == "packed"
+        for position, name in enumerate(column.names)
+        if name not in stacked
+    }
+    for name, columns in stacks.items():
+        places = [layout.place(column) for column in columns]
+        index, first = places[0]
+        if places == [(index, first + i) for i in range(len(places))]:
+            views[name] = _View(index, slice(first, first + len(places)))
+    return views
+
+
+def _scalars(layout: Layout, views: Mapping[str, _View]) -> list[tuple[int, list[str], list[int]]]:
+    """Stored columns, their scalar columns that must be copied to be contiguous, and positions.
+
+    The only column of a matrix is contiguous, and keeps only its own values of a window.
+    """
+    found: dict[int, dict[str, int]] = {}
+    for name, (index, part) in views.items():
+        if isinstance(part, int) and layout.columns[index].width > 1:
+            found.setdefault(index, {})[name] = part
+    return [(index, list(places), list(places.values())) for index, places in found.items()]
+
+
+def _block(matrix: _Array, positions: list[int], as_torch: bool) -> list[Any]:
+    """These columns, each contiguous, as parts of one storage."""
+    block = transposed(matrix if len(positions) == matrix.shape[1] else matrix[:, positions])
+    if not as_torch:
+        return list(block)
+    # Unsafe, or torch would take a change of one column in place for a change of all.
+    sizes = [len(matrix)] * len(positions)
+    return list(torch.unsafe_split_with_sizes(torch.from_numpy(block.reshape(-1)), sizes))
+
+
+def _bool_names(layout: Layout, stacks: Mapping[str, Sequence[str]], *, cast: bool) -> list[str]:
+    """The columns of a batch that were bools at their source, and stacks of nothing else."""
+    bools = {
+        field.name
+        for field in layout.logical
+        if (field.metadata or {}).get(b"cache.source_type") == b"bool"
+    }
+    stacked = {column for columns in stacks.values() for column in columns}
+    whole = [name for name, columns in stacks.items() if bools.issuperset(columns) and not cast]
+    return sorted(bools - stacked) + whole
+
+
+def _as_bools(value: Any) -> Any:
+    """Numbers 0 and 1 as bools: a view of a tensor or an array; lists in place."""
+    if isinstance(value, torch.Tensor):
+        return value.view(torch.bool)
+    if isinstance(value, np.ndarray):
+        return value.view(np.bool_)
+    if isinstance(value, list):
+        value[:] = [_as_bools(entry) for entry in value]
+        return value
+    return None if value is None else bool(value)
+
+
+def _getters(
+    layout: Layout,
+    stacks: Mapping[str, Sequence[str]],
+    views: Mapping[str, _View],
+    dtype: np.dtype[np.generic] | None,
+    *,
+    as_torch: bool,
+) -> dict[str, _Getter]:
+    stack_of = {column: name for name, columns in stacks.items() for column in columns}
+    getters: dict[str, _Getter] = {}
+    for column in layout.logical.names:
+        name = stack_of.get(column, column)
+        if name in getters:
+            continue
+        if name in views:
+            getters[name] = _view_getter(views[name])
+        elif name in stacks:
+            getters[name] = _copy_getter(layout, stacks[name], dtype)
+        else:
+            getters[name] = _column_getter(layout, name, as_torch)
+    return getters
+
+
+def _view_getter(view: _View) -> _Getter:
+    index, part = view
+    return lambda rows: rows.matrices[index][:, part]
+
+
+def _copy_getter(
+    layout: Layout, names: Sequence[str], dtype: np.dtype[np.generic] | None
+) -> _Getter:
+    places = [layout.place(name) for name in names]
+    common = np.result_type(*(_dtype(layout, name) for name in names)) if dtype is None else dtype
+    if len({index for index, _ in places}) == 1:
+        index, positions = places[0][0], [position for _, position in places]
+        return lambda rows: rows.matrices[index][:, positions].astype(common, copy=False)
+
+    def join(rows: Rows) -> _Array:
+        columns = [rows.matrices[index][:, position] for index, position in places]
+        return np.stack(columns, axis=1, dtype=common, casting="same_kind")
+
+    return join
+
+
+def _column_getter(layout: Layout, name: str, as_torch: bool) -> _Getter:
+    index, _ = layout.place(name)
+    column = layout.columns[index]
+    if column.kind == "matrix":
+        shape = column.shape
+        return lambda rows: rows.matrices[index].reshape(rows.num_rows, *shape)
+    return lambda rows: _values_of(name, rows.arrays[index], as_torch)
+
+
+def _image_getters(
+    layout: Layout, decode: Mapping[str, ImageMode], *, as_torch: bool
+) -> dict[str, _Getter]:
+    getters: dict[str, _Getter] = {}
+    for name, mode in decode.items():
+        if name not in layout.logical.names:
+            raise ConfigError(
+                f"decode: no column {name!r}; columns: {', '.join(layout.logical.names)}"
+            )
+        dtype = layout.logical.field(name).type
+        if not pa.types.is_binary(dtype) and not pa.types.is_large_binary(dtype):
+            raise ConfigError(f"decode: column {name!r} is a {dtype}, and images are binary")
+        images = ImageDecoder(name, mode, channels_first=as_torch)
+        getters[name] = _image_getter(layout.place(name)[0], images, as_torch)
+    return getters
+
+
+def _image_getter(index: int, images: ImageDecoder, as_torch: bool) -> _Getter:
+    def get(rows: Rows) -> Any:
+        found: Any = images(rows.arrays[index])
+        if not isinstance(found, list):
+            return found
+        if as_torch:
+            found = [None if image is None else torch.from_numpy(image) for image in found]
+        return ListColumn(found) if get_worker_info() is not None else found
+
+    return get
+
+
+def _cutters(layout: Layout, views: Mapping[str, _View]) -> list[tuple[int, _Cutter]]:
+    """For each packed matrix with several views: a function from its tensor to the views."""
+    cuts: dict[int, dict[str, int | slice]] = {}
+    for name, view in views.items():
+        cuts.setdefault(view.stored, {})[name] = view.part
+    return [
+        (index, _cutter(layout.columns[index].width, cut))
+        for index, cut in cuts.items()
+        if len(cut) > 1
+    ]
+
+
+def _cutter(width: int, cuts: Mapping[str, int | slice]) -> _Cutter:
+    single = {name: at for name, at in cuts.items() if isinstance(at, int)}
+    stacked = {name: at for name, at in cuts.items() if isinstance(at, slice)}
+    most = 3 * len(single) > width
+
+    # `data`, because torch would count an in-place change of one view as a change of all.
+    def cut(matrix: torch.Tensor) -> dict[str, torch.Tensor]:
+        if most:  # `unbind` takes a third of the time of single selects
+            columns = matrix.unbind(1)
+            views = {name: columns[at].data for name, at in single.items()}
+        else:
+            views = {name: matrix.select(1, at).data for name, at in single.items()}
+        for name, at in stacked.items():
+            views[name] = matrix[:, at].data
+        return views
+
+    return cut
+
+
+def _values_of(name: str, array: pa.Array, as_torch: bool) -> list[Any]:
+    """As `_values`.
+
+    Raises:
+        InvalidTextError: naming the column, and the row in the batch, whose bytes are no UTF-8.
+    """
+    try:
+        return _values(array, as_torch)
+    except (UnicodeDecodeError, pa.ArrowException):
+        for row in range(len(array)):
+            try:
+                array[row].as_py()
+            except UnicodeDecodeError as error:
+                raise InvalidTextError(
+                    f"column {name!r} holds no valid UTF-8 in row {row} of the batch, at byte "
+                    f"{error.start} of {error.object[:32]!r}: cast it to binary in the sql, as in "
+                    f"arrow_cast({name}, 'Binary')"
+                ) from None
+        raise
+
+
+def _values(array: pa.Array, as_torch: bool) -> list[Any]:
+    """Strings as ``str``, binaries as ``bytes``, lists of numbers as arrays or tensors.
+
+    Nulls are None.
+
+    A list of numbers with a null is a Python list. In a DataLoader worker, a column of lists is a
+    `ListColumn`.
+    """
+    found: list[Any]
+    if array.type in _TEXTS:
+        found = array.to_numpy(zero_copy_only=False).tolist()
+    elif _has_number_lists(array.type):
+        found = _number_lists(array, as_torch)
+        return ListColumn(found) if get_worker_info() is not None else found
+    else:
+        found = array.to_pylist()
+    return found
+
+
+def _has_number_lists(dtype: pa.DataType) -> bool:
+    is_list = pa.types.is_list(dtype) or pa.types.is_large_list(dtype)
+    return bool(is_list and is_scalar(dtype.value_type))
+
+
+def _number_lists(array: pa.Array, as_torch: bool) -> list[Any]:
+    if (matrix := equal_lists(array)) is not None:
+        copied = pool_matrix(len(matrix), matrix.shape[1], matrix.dtype)
+        copied[:] = matrix
+        if not as_torch:
+            return list(copied)
+        # Torch does not count an in-place change of one row as a change of all.
+        return list(torch.unsafe_split(torch.from_numpy(copied.reshape(-1)), matrix.shape[1]))
+    offsets = array.offsets.to_numpy()
+    start = offsets[0]
+    # Only these rows: the array may be a slice of a larger one.
+    inner = array.values.slice(start, offsets[-1] - start)
+    # Copied, so that it is writable.
+    values: _Array = (inner.fill_null(0) if inner.null_count else inner).to_numpy().copy()
+    valid = array.is_valid().to_numpy(zero_copy_only=False)
+    ends = offsets - start
+    convert: Callable[[_Array], Any] = torch.from_numpy if as_torch else lambda value: value
+    found: list[Any] = [
+        convert(values[a:b]) if ok else None
+        for a, b, ok in zip(ends[:-1], ends[1:], valid, strict=True)
+    ]
+    if inner.null_count:
+        nulls_before = np.concatenate([[0], np.cumsum(inner.is_null())])[ends]
+        for row in np.flatnonzero(valid & (np.diff(nulls_before) > 0)):
+            found[row] = array[row].as_py()
+    return found

@@ -1,0 +1,139 @@
+"""What ``cachectl`` shows of jobs and audits: tables for people, JSON for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from google.protobuf.json_format import MessageToDict
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from cache_client.cli.display import printable
+from cache_client.control.infos import NodeInfo
+from cache_client.order.audit import EpochAudit
+from cache_protocol.cli.sizes import size
+from cache_protocol.v1 import cache_pb2 as pb
+
+_MOST_RANKS = 12  # in the live view; those that wait most
+_BAR = 20  # characters
+_SPARKS = "▁▂▃▄▅▆▇█"
+
+JOB_COLUMNS = ["job", "dataset", "ranks", "epoch", "step", "rows/s", "waits", "local", "verdict"]
+
+
+def _steps(job: pb.JobInfo) -> str:
+    return f"{job.num_steps:,}" if job.num_steps or not job.step else "?"
+
+
+def job_row(job: pb.JobInfo) -> list[str]:
+    """One line for a job."""
+    return [
+        job.name,
+        job.dataset,
+        f"{len({rank.rank for rank in job.ranks})} of {job.world_size}",
+        str(job.epoch),
+        f"{job.step:,} of {_steps(job)}",
+        f"{job.rows_per_s:,.0f}",
+        f"{job.wait_share:.0%}",
+        f"{job.local_share:.0%}",
+        job.verdict,
+    ]
+
+
+def job_json(job: pb.JobInfo) -> dict[str, Any]:
+    """A job for programs, with every number."""
+    return MessageToDict(
+        job, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+    )
+
+
+def top_view(jobs: Sequence[pb.JobInfo], nodes: Sequence[NodeInfo]) -> RenderableType:
+    """The live view: each job with the ranks that wait most, and the memory of the nodes."""
+    parts: list[RenderableType] = []
+    for job in jobs:
+        parts += [_headline(job), _ranks_table(job), Text()]
+    if not jobs:
+        parts += [Text("no reader has reported lately", style="dim"), Text()]
+    parts.append(_nodes_table(nodes))
+    return Group(*parts)
+
+
+def _headline(job: pb.JobInfo) -> Text:
+    bad = job.live and not job.verdict.startswith("compute bound")
+    text = Text()
+    text.append(printable(job.name), style="bold")
+    text.append(f"  reads {printable(job.dataset)}  epoch {job.epoch}, step {job.step:,}")
+    text.append(f" of {_steps(job)}  {job.rows_per_s:,.0f} rows/s  ")
+    text.append(_sparkline([sample.rows_per_s for sample in job.history]), style="cyan")
+    text.append("\n")
+    text.append(printable(job.verdict), style="red" if bad else "green")
+    text.append(f"  for {_duration(job.verdict_s)}", style="dim")
+    return text
+
+
+def _ranks_table(job: pb.JobInfo) -> Table:
+    worst = sorted(job.ranks, key=lambda rank: -rank.wait_share)[:_MOST_RANKS]
+    table = Table(box=None, pad_edge=False)
+    names = ["rank", "waits for data", "", "a step", "transform", "fetch", "rows/s", "step"]
+    for name in names:
+        table.add_column(name, justify="left" if name in ("waits for data", "") else "right")
+    for rank in worst:
+        table.add_row(
+            str(rank.rank),
+            Text("█" * round(_BAR * rank.wait_share), style="yellow"),
+            f"{rank.wait_share:.0%}",
+            f"{rank.step_s * 1000:.1f} ms",
+            f"{rank.transform_s * 1000:.1f} ms",
+            f"{rank.fetch_s * 1000:.1f} ms",
+            f"{rank.rows_per_s:,.0f}",
+            f"{rank.step:,}",
+        )
+    if len(job.ranks) > len(worst):
+        table.add_row("", Text(f"and {len(job.ranks) - len(worst)} ranks that wait less", "dim"))
+    return table
+
+
+def _nodes_table(nodes: Sequence[NodeInfo]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for name in ("node", "", "memory", "shards"):
+        table.add_column(name, justify="right" if name == "shards" else "left")
+    for node in nodes:
+        limit = node.memory_limit_bytes
+        share = node.stored_bytes / limit if limit else 0.0
+        table.add_row(
+            node.id,
+            "alive" if node.alive else Text("lost", style="red"),
+            f"{size(node.stored_bytes)}{f' of {size(limit)} ({share:.0%})' if limit else ''}",
+            str(node.stored_shards),
+        )
+    return table
+
+
+def _sparkline(values: Sequence[float], width: int = 30) -> str:
+    shown = list(values)[-width:]
+    most = max(shown, default=0.0)
+    if not most:
+        return ""
+    return "".join(_SPARKS[round(value / most * (len(_SPARKS) - 1))] for value in shown)
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def audit_lines(found: EpochAudit) -> list[str]:
+    """What an audit found of one reading of an epoch, for people."""
+    if found.outcome == "wrong":
+        head = f"epoch {found.epoch}: WRONG"
+    elif found.rows == found.num_rows and found.outcome == "proven":
+        head = f"epoch {found.epoch}: proven: each of {found.num_rows:,} rows was given once"
+    else:
+        head = (
+            f"epoch {found.epoch}: {found.outcome}: {found.rows:,} of {found.num_rows:,} rows are "
+            "proven so far, each given once"
+        )
+    return [head, *(f"  {finding}" for finding in found.findings)]

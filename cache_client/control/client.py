@@ -1,0 +1,691 @@
+"""`CacheClient`: load, list and drop datasets. The only importer of grpc in the client.
+
+Each call opens a channel to the coordinator and closes it again, so that a later fork finds nothing
+open.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import grpc
+import numpy as np
+import pyarrow as pa
+from tenacity import (
+    Retrying,
+    retry_if_exception_type,
+    stop_after_delay,
+    stop_never,
+    wait_exponential,
+)
+
+from cache_client.control.calls import Calls, remaining_time_s
+from cache_client.control.forecast import LoadForecast
+from cache_client.control.forecast import from_proto as forecast_from_proto
+from cache_client.control.infos import CacheStatus, DatasetInfo, NodeInfo, dataset_info
+from cache_client.control.loads import create, listeners_of, wait_until_loaded
+from cache_client.flight.call_threads import CallThreads
+from cache_client.flight.connections import Connection
+from cache_client.flight.forks import fork_gate
+from cache_client.flight.routing import ShardMap
+from cache_client.job.arguments import (
+    column_problems,
+    flag_problems,
+    function_problems,
+    integer_or_problem,
+    seconds_problems,
+)
+from cache_client.job.ranks import find_credentials, find_endpoint
+from cache_client.order.permutation import checked_integer
+from cache_client.reading.reader import Reader
+from cache_client.reading.rows import join
+from cache_client.reading.table_reads import read_table
+from cache_client.writing import writes
+from cache_client.writing.arrow_sources import arrow_source
+from cache_client.writing.write_through import Newest, write_through
+from cache_protocol.errors import (
+    ConfigError,
+    DatasetNotFoundError,
+    LoadError,
+    LostPartitionsError,
+    NodeUnavailableError,
+    NotReadyError,
+    RequestError,
+    StaleVersionError,
+    checked,
+)
+from cache_protocol.spec.dataset_spec import DEFAULT_TARGET_SHARD_BYTES, DatasetSpec
+from cache_protocol.spec.values import is_text
+from cache_protocol.storage.layout import schema_from_bytes
+from cache_protocol.storage.row_index import Ids
+from cache_protocol.v1 import cache_pb2 as pb
+from cache_protocol.v1 import cache_pb2_grpc
+from cache_protocol.wire.backoff import backoff
+from cache_protocol.wire.grpc_channel import from_rpc_error, open_channel
+from cache_protocol.wire.load_progress import LoadMeter, LoadReport
+
+_MIN_LOOKUP_S = 1.0  # to find the coordinator, even if the limit of the call is shorter
+_MAX_NODES = 100_000  # of a plan, whose answer has an entry for each node
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0  # until an append before is ready
+MAX_MEMORY_BYTES = 2**64 - 1  # uint64 on the wire
+
+
+class CacheClient:
+    """Loads, lists and drops datasets. Thread-safe; holds no connection between calls.
+
+    Args:
+        endpoint: ``grpc://HOST:PORT``, the Flight endpoint of any node; default:
+            ``CACHE_ENDPOINT``, else the cache of this TrainJob.
+        timeout_s: of each call except `load` and `plan`.
+        token, token_file: show the cache who you are; default: ``CACHE_TOKEN`` or
+            ``CACHE_TOKEN_FILE``.
+        tls_ca: file of the certificates that sign those of the nodes; default: ``CACHE_TLS_CA``.
+
+    Raises:
+        ConfigError: quotes every bad argument; calls raise it, too. Calls raise
+            NodeUnavailableError if the node or its coordinator does not answer in time.
+    """
+
+    def __init__(
+        self,
+        endpoint: str | None = None,
+        *,
+        timeout_s: float = 30.0,
+        token: str | None = None,
+        token_file: str | os.PathLike[str] | None = None,
+        tls_ca: str | os.PathLike[str] | None = None,
+    ) -> None:
+        problems = seconds_problems("timeout_s", timeout_s)
+        where = checked(problems, lambda: find_endpoint(endpoint))
+        credentials = checked(
+            problems, lambda: find_credentials(where or "", token, token_file, tls_ca)
+        )
+        if problems or where is None or credentials is None:
+            raise ConfigError("; ".join(problems))
+        self.endpoint = where
+        self._credentials = credentials
+        self._timeout_s = float(timeout_s)
+
+    def __repr__(self) -> str:
+        return f"CacheClient({self.endpoint!r})"
+
+    def load(
+        self,
+        spec: DatasetSpec | str | os.PathLike[str],
+        *,
+        wait: bool = True,
+        progress: bool = False,
+        on_progress: Callable[[LoadReport], None] | None = None,
+        timeout_s: float | None = None,
+        refresh: bool = False,
+    ) -> DatasetInfo:
+        """Loads a dataset; attaches at once if the same version is already loaded.
+
+        If the source has changed, this makes a new version. Readers of the old version go on; it is
+        dropped some time after its last row was read.
+
+        Args:
+            spec: a spec, or the path of a YAML file with one.
+            wait: until the dataset is ready.
+            progress: show a progress bar on standard error, or one line a second if that is no
+                terminal.
+            on_progress: called in this thread with the progress, a few times a second; every few
+                seconds if very many callers wait.
+            timeout_s: how long to wait; None for no limit. The load continues afterwards.
+            refresh: load a new version even if the source cannot tell whether it changed, such as
+                a database.
+
+        Raises:
+            LoadError: the source cannot be read or does not fit; names file, split and reason.
+            RequestError: the query is wrong, or its rows have no fixed order.
+            NotReadyError: not loaded within ``timeout_s``.
+            NodeUnavailableError: the coordinator does not answer.
+        """
+        problems = [] if timeout_s is None else seconds_problems("timeout_s", timeout_s)
+        for name, value in {"wait": wait, "progress": progress, "refresh": refresh}.items():
+            problems += flag_problems(name, value)
+        problems += function_problems("on_progress", on_progress)
+        return self._load(
+            _checked_spec(spec, problems), wait, progress, on_progress, timeout_s, refresh=refresh
+        )
+
+    def _load(
+        self,
+        spec: DatasetSpec,
+        wait: bool,
+        progress: bool,
+        on_progress: Callable[[LoadReport], None] | None,
+        timeout_s: float | None,
+        **options: bool,  # of the request
+    ) -> DatasetInfo:
+        timeout_s = None if timeout_s is None else float(timeout_s)
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        request = pb.CreateDatasetRequest(
+            spec=spec.to_proto(), secrets=spec.secrets_to_proto(), **options
+        )
+        with self._coordinator(deadline) as calls:
+            info = create(calls, request, timeout_s, deadline)
+            if wait:
+                with listeners_of(spec.name, on_progress, progress) as report:
+                    info = wait_until_loaded(calls, spec.name, info, report, deadline)
+        if info.state == pb.DATASET_STATE_FAILED:
+            raise LoadError(info.error.message)
+        return dataset_info(info)
+
+    def write(
+        self,
+        name: str,
+        data: object,
+        *,
+        append: bool = False,
+        through: str | os.PathLike[str] | None = None,
+        storage_options: Mapping[str, object] | None = None,
+        replicas: int = 1,
+        target_shard_bytes: int | str = DEFAULT_TARGET_SHARD_BYTES,
+        nulls: str = "nan",
+        readers: Sequence[str] = (),
+        progress: bool = False,
+        on_progress: Callable[[LoadReport], None] | None = None,
+        timeout_s: float | None = None,
+    ) -> DatasetInfo:
+        """Writes rows of this process as a dataset; all of them, or none.
+
+        A dataset of this name gets a new version; the same rows are the same version again. The
+        rows have no other source: without replicas, they are lost with their node. With
+        ``through`` they become a Parquet file first, from which the cache loads them, and loads
+        them again if a node is lost.
+
+        Args:
+            name: of the dataset.
+            data: a pyarrow Table, RecordBatch or RecordBatchReader, a pandas or Polars frame (also
+                lazy), a DuckDB relation, a dict of NumPy arrays or torch tensors, a Hugging Face
+                dataset, or any object with ``__arrow_c_stream__``. A stream is never held whole.
+            append: after the rows of the dataset, if it exists; see `begin_write`.
+            through: a folder that the nodes have too, or ``s3://BUCKET/PREFIX``. Each write makes
+                the folder ``NAME/TIME-RANDOM`` there, and each append adds a file to it. You remove
+                old folders.
+            storage_options: of ``through``, as for `DatasetSpec`.
+            replicas: nodes that hold each row.
+            target_shard_bytes: of a shard, stored.
+            nulls: of columns of floats: ``nan`` or ``refuse``.
+            readers: other namespaces that may read it; ``*``: every namespace.
+            progress: show a progress bar on standard error, as for `load`.
+            on_progress: called in this thread with the progress.
+            timeout_s: how long to wait for the replicas after the rows; None for no limit.
+
+        Raises:
+            ConfigError: an argument is wrong; quotes each.
+            RequestError: a column cannot be stored; names each.
+            LoadError: a value cannot be stored, the rows do not fit, or the file cannot be written.
+            NodeUnavailableError: no node took the rows.
+        """
+        problems = function_problems("on_progress", on_progress)
+        problems += flag_problems("progress", progress) + flag_problems("append", append)
+        problems += [] if timeout_s is None else seconds_problems("timeout_s", timeout_s)
+        if not isinstance(through, str | os.PathLike | None):
+            problems.append(f"through must be a folder or s3://BUCKET/PREFIX, got {through!r}")
+        if through is None and storage_options is not None:
+            problems.append("storage_options are those of through: give both")
+        source = checked(problems, lambda: arrow_source(data))
+        if problems or source is None:
+            raise ConfigError("; ".join(problems))
+        if through is not None:
+            spec = DatasetSpec(
+                name,
+                through,
+                format="parquet",
+                storage_options=storage_options,
+                replicas=replicas,
+                target_shard_bytes=target_shard_bytes,
+                nulls=nulls,
+                readers=readers,
+            )
+
+            def load(spec: DatasetSpec) -> DatasetInfo:
+                return self._load(spec, True, progress, on_progress, timeout_s, append=append)
+
+            return write_through(spec, source, self._newest(name) if append else None, load)
+        write = self.begin_write(
+            name,
+            source.schema,
+            append=append,
+            replicas=replicas,
+            target_shard_bytes=target_shard_bytes,
+            nulls=nulls,
+            readers=readers,
+            ttl_s=writes.OWN_TTL_S,
+        )
+        meter = LoadMeter(name)
+        with listeners_of(name, on_progress, progress) as report:
+            info: DatasetInfo = writes.write_rows(
+                write,
+                source,
+                lambda latest: report(meter.read(latest)),
+                lambda acks: write.commit(acks, timeout_s=timeout_s, on_progress=report),
+            )
+        return info
+
+    def begin_write(
+        self,
+        name: str,
+        schema: pa.Schema,
+        *,
+        append: bool = False,
+        replicas: int = 1,
+        target_shard_bytes: int | str = DEFAULT_TARGET_SHARD_BYTES,
+        nulls: str = "nan",
+        readers: Sequence[str] = (),
+        ttl_s: float = writes.DEFAULT_TTL_S,
+        full_wait_s: float = writes.DEFAULT_FULL_WAIT_S,
+    ) -> writes.Write:
+        """Begins a write of a dataset by several processes; see `Write`.
+
+        Args:
+            name: of the dataset.
+            schema: of the rows to put.
+            append: the new version has the rows of the newest one at the commit, then these. They
+                must have its columns. Its replicas and readers stay, or become more. Without a
+                dataset of this name, one is made.
+            replicas, target_shard_bytes, nulls, readers: see `write`.
+            ttl_s: the write ends if nothing was put and nothing committed for so long.
+            full_wait_s: how long a full node may let a put wait, before it refuses it.
+
+        Raises:
+            ConfigError: an argument is wrong; quotes each.
+            RequestError: a column cannot be stored, or not be appended; names each. Or ``append``
+                to a dataset that was loaded.
+            LoadError: ``append``, and rows of the dataset are lost.
+            NotReadyError: no node has joined the cache yet.
+        """
+        problems = seconds_problems("ttl_s", ttl_s) + seconds_problems("full_wait_s", full_wait_s)
+        problems += flag_problems("append", append)
+        if not isinstance(schema, pa.Schema):
+            problems.append(f"schema must be a pyarrow.Schema, got {schema!r}")
+        spec = checked(
+            problems,
+            lambda: DatasetSpec(
+                name,
+                "write://",
+                replicas=replicas,
+                target_shard_bytes=target_shard_bytes,
+                nulls=nulls,
+                readers=readers,
+            ),
+        )
+        if problems or spec is None:
+            raise ConfigError("; ".join(problems))
+        content = spec.to_proto()
+        content.ClearField("tables")
+        request = pb.BeginWriteRequest(
+            spec=content,
+            schema=schema.serialize().to_pybytes(),
+            ttl_s=ttl_s,
+            full_wait_s=full_wait_s,
+            append=append,
+        )
+        deadline = self._deadline()
+        with self._coordinator(deadline) as calls:
+            begun = calls.call(calls.stub.BeginWrite, request, deadline)
+        return writes.Write(
+            begun.dataset,
+            begun.write_id,
+            schema,
+            schema_from_bytes(begun.schema),
+            spec.target_shard_bytes,
+            tuple(node.flight_location for node in begun.nodes),
+            self._credentials,
+            self,
+        )
+
+    def commit_write(
+        self,
+        write: writes.Write,
+        chosen: Sequence[pb.ChosenAttempt],
+        *,
+        wait: bool,
+        timeout_s: float | None,
+        on_progress: Callable[[LoadReport], None] | None,
+    ) -> DatasetInfo:
+        """Commits a write; see `Write.commit`."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        request = pb.CommitWriteRequest(write_id=write.write_id, partitions=chosen)
+        # A repeated commit answers with the version of the first one, or one that has its rows.
+        commit = partial(self._commit, request, write.name, timeout_s)
+        info = commit()
+        while wait:
+            try:
+                with (
+                    self._coordinator(deadline) as calls,
+                    listeners_of(write.name, on_progress, show=False) as report,
+                ):
+                    info = wait_until_loaded(calls, write.name, info, report, deadline)
+                break
+            except StaleVersionError as replaced:  # by an append, or by other rows
+                try:
+                    info = commit()
+                except RequestError:
+                    raise replaced from None
+        if info.state == pb.DATASET_STATE_FAILED:
+            raise LoadError(info.error.message)
+        return dataset_info(info)
+
+    def _commit(
+        self, request: pb.CommitWriteRequest, name: str, timeout_s: float | None
+    ) -> pb.DatasetInfo:
+        """Asks for a commit, again while the version to append to is not ready."""
+
+        def ask() -> pb.CommitWriteResponse:
+            with self._coordinator(self._deadline()) as calls:
+                found: pb.CommitWriteResponse = calls.call(
+                    calls.stub.CommitWrite, request, self._deadline()
+                )
+                return found
+
+        reachable = Retrying(
+            retry=retry_if_exception_type(NodeUnavailableError),
+            stop=stop_after_delay(self._timeout_s),
+            wait=wait_exponential(multiplier=0.25, max=2.0),
+            reraise=True,
+        )
+        ready = Retrying(
+            retry=retry_if_exception_type(NotReadyError),
+            stop=stop_never if timeout_s is None else stop_after_delay(timeout_s),
+            wait=backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S),
+            reraise=True,
+        )
+        answer: pb.CommitWriteResponse = ready(reachable, ask)
+        if answer.lost:
+            raise LostPartitionsError(
+                f"dataset {name!r} was not committed: no live node has partitions "
+                f"{', '.join(map(str, answer.lost))}, as they were chosen. Put them again, by "
+                "other attempts",
+                answer.lost,
+            )
+        return answer.dataset
+
+    def abort_write(self, write: writes.Write) -> None:
+        """Aborts a write; see `Write.abort`."""
+        request = pb.AbortWriteRequest(write_id=write.write_id)
+        deadline = self._deadline()
+        with self._coordinator(deadline) as calls:
+            calls.call(calls.stub.AbortWrite, request, deadline)
+
+    def plan(
+        self,
+        spec: DatasetSpec | str | os.PathLike[str],
+        *,
+        num_nodes: int | None = None,
+        memory_limit_bytes: int | None = None,
+        world_size: int = 1,
+        batch_size: int = 1024,
+        timeout_s: float = 600.0,
+    ) -> LoadForecast:
+        """Forecasts a load from metadata; loads nothing.
+
+        Args:
+            spec: a spec, or the path of a YAML file with one.
+            num_nodes: of the cache; None for the nodes that are alive.
+            memory_limit_bytes: of each node; None for the smallest limit of the nodes alive.
+            world_size: ranks of the job.
+            batch_size: rows of a rank in a full step.
+            timeout_s: of the whole call, which may read many footers.
+
+        Raises:
+            ConfigError: an argument is out of range.
+            LoadError, RequestError: as for `load`.
+        """
+        problems = seconds_problems("timeout_s", timeout_s)
+        limits = {
+            "num_nodes": (num_nodes, _MAX_NODES),
+            "memory_limit_bytes": (memory_limit_bytes, MAX_MEMORY_BYTES),
+        }
+        for name, (value, maximum) in limits.items():
+            if value is not None:
+                integer_or_problem(problems, name, value, 1, maximum)
+        ranks = integer_or_problem(problems, "world_size", world_size, 1)
+        rows = integer_or_problem(problems, "batch_size", batch_size, 1)
+        spec = _checked_spec(spec, problems)
+        request = pb.PlanDatasetRequest(
+            spec=spec.to_proto(),
+            secrets=spec.secrets_to_proto(),
+            num_nodes=num_nodes or 0,
+            memory_limit_bytes=memory_limit_bytes or 0,
+        )
+        deadline = time.monotonic() + float(timeout_s)
+        with self._coordinator(deadline) as calls:
+            response = calls.call(calls.stub.PlanDataset, request, deadline)
+        assert ranks is not None and rows is not None  # checked above
+        return forecast_from_proto(response.forecast, ranks, rows)
+
+    def datasets(self) -> list[DatasetInfo]:
+        """One version of every dataset, by name: the newest version that has not failed."""
+        deadline = self._deadline()
+        with self._coordinator(deadline) as calls:
+            response = calls.call(calls.stub.ListDatasets, pb.ListDatasetsRequest(), deadline)
+        return [dataset_info(info) for info in response.datasets]
+
+    def describe(self, name: str) -> DatasetInfo:
+        """The newest version of one dataset that has not failed, else the failed one.
+
+        Raises:
+            DatasetNotFoundError: lists the existing datasets.
+        """
+        return dataset_info(self._described(name))
+
+    def _described(self, name: str) -> pb.DatasetInfo:
+        request = pb.GetDatasetRequest(name=_checked_name(name))
+        deadline = self._deadline()
+        with self._coordinator(deadline) as calls:
+            response: pb.GetDatasetResponse = calls.call(calls.stub.GetDataset, request, deadline)
+        return response.dataset
+
+    def _newest(self, name: str) -> Newest | None:
+        """The newest version that has not failed, else the failed one; None: no such dataset."""
+        try:
+            info = self._described(name)
+        except DatasetNotFoundError:
+            return None
+        spec = DatasetSpec.from_proto(info.spec)
+        return Newest(spec, info.state == pb.DATASET_STATE_FAILED)
+
+    def drop(self, name: str) -> None:
+        """Drops a dataset; its nodes remove it at their next heartbeat.
+
+        Raises:
+            DatasetNotFoundError: lists the existing datasets.
+        """
+        request = pb.DeleteDatasetRequest(name=_checked_name(name))
+        deadline = self._deadline()
+        with self._coordinator(deadline) as calls:
+            calls.call(calls.stub.DeleteDataset, request, deadline)
+
+    def nodes(self) -> list[NodeInfo]:
+        """Every node that the coordinator knows, by id."""
+        return list(self.cache_status().nodes)
+
+    def cache_status(self) -> CacheStatus:
+        """The nodes that the coordinator knows, and its clock."""
+        deadline = self._deadline()
+        with self._coordinator(deadline) as calls:
+            response = calls.call(calls.stub.ListNodes, pb.ListNodesRequest(), deadline)
+        nodes = tuple(
+            NodeInfo(
+                node.id,
+                node.flight_location,
+                node.control_location,
+                node.cache_dir,
+                node.memory_limit_bytes or None,
+                node.stored_bytes,
+                node.stored_shards,
+                node.alive,
+                node.version,
+                node.untrusted,
+            )
+            for node in response.nodes
+        )
+        return CacheStatus(nodes, response.now_s)
+
+    def jobs(self, name: str = "", *, audits: bool = False) -> list[pb.JobInfo]:
+        """The jobs that read from this cache, as their readers report; live ones first.
+
+        Args:
+            name: of a job; empty: every job.
+            audits: with the audit records of its readers.
+
+        Returns:
+            `JobInfo` messages of the wire, one for each job and dataset.
+
+        Raises:
+            DatasetNotFoundError: no reader of such a job has reported; lists those that have.
+        """
+        request = pb.ListJobsRequest(name=name, audits=audits)
+        deadline = self._deadline()
+        with self._coordinator(deadline) as calls:
+            response = calls.call(calls.stub.ListJobs, request, deadline)
+        return list(response.jobs)
+
+    def read(
+        self,
+        name: str,
+        *,
+        columns: Sequence[str] | None = None,
+        rows: range | None = None,
+        fingerprint: str = "",
+        local: bool = True,
+    ) -> pa.RecordBatchReader:
+        """Reads a dataset as a stream of Arrow batches, in source order.
+
+        pandas, Polars and DuckDB take the stream as it is. Engines with several workers give each
+        one a range of `rows`, and all of them the same `fingerprint`::
+
+            duckdb.sql("SELECT label, count(*) FROM reader GROUP BY label")
+
+        The stream fetches about 64 MiB ahead and keeps connections until its end, or until nothing
+        refers to it. Reading it may raise NodeUnavailableError or StaleVersionError, as training
+        does; engines may wrap them in their errors.
+
+        Args:
+            columns: to read, in this order; default: all.
+            rows: consecutive row numbers; default: all.
+            fingerprint: of the version to read; default: the newest one.
+            local: read shards of nodes on this machine from their files, in this process.
+
+        Raises:
+            ConfigError: quotes a bad argument.
+            DatasetNotFoundError, LoadError: there is no such dataset, or its load failed.
+            StaleVersionError: this version is gone.
+            NotReadyError: it was still loading after ``timeout_s``.
+        """
+        name = _checked_name(name)
+        problems = column_problems(columns) + flag_problems("local", local)
+        if rows is not None and not isinstance(rows, range):
+            problems.append(f"rows must be a range, got {rows!r}")
+        if not is_text(fingerprint):
+            problems.append(f"fingerprint must be a text, got {fingerprint!r}")
+        if problems:
+            raise ConfigError("; ".join(problems))
+        return read_table(
+            self.endpoint,
+            name,
+            columns=tuple(columns or ()),
+            rows=rows,
+            fingerprint=fingerprint,
+            deadline_s=self._timeout_s,
+            local=local,
+            credentials=self._credentials,
+        )
+
+    def head(self, name: str, num_rows: int = 5) -> pa.RecordBatch:
+        """The first rows of a dataset, in source order.
+
+        Raises:
+            DatasetNotFoundError, LoadError: there is no such dataset, or its load failed.
+            NotReadyError: it is loading; has the progress.
+        """
+        try:
+            num_rows = checked_integer("num_rows", num_rows, 0)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        return self.rows(name, lambda rows: np.arange(min(num_rows, rows), dtype=np.int64))
+
+    def rows(self, name: str, row_ids: Callable[[int], Ids]) -> pa.RecordBatch:
+        """Rows of a dataset by number, in the order of the numbers.
+
+        Args:
+            row_ids: called with the number of rows of the dataset; returns int64 numbers below it.
+
+        Raises:
+            As `head`.
+        """
+        name = _checked_name(name)
+        deadline = self._deadline()
+        with CallThreads() as threads:
+            shards = threads.call(self._read_plan, name)
+            remaining_s = remaining_time_s(deadline) or _MIN_LOOKUP_S
+            with Reader(
+                self.endpoint, shards, deadline_s=remaining_s, credentials=self._credentials
+            ) as reader:
+                pieces = threads.call(reader.fetch, row_ids(shards.num_rows))
+        return join(pieces).to_batch()
+
+    def _deadline(self) -> float:
+        return time.monotonic() + self._timeout_s
+
+    def _read_plan(self, name: str) -> ShardMap:
+        with Connection(self.endpoint, self._credentials) as connection:
+            return connection.read_plan(name, "", (), self._timeout_s)
+
+    @contextmanager
+    def _coordinator(self, deadline: float | None) -> Iterator[Calls]:
+        remaining_s = remaining_time_s(deadline)
+        lookup_s = self._timeout_s
+        if remaining_s is not None:
+            lookup_s = min(lookup_s, max(remaining_s, _MIN_LOOKUP_S))
+        with CallThreads() as threads:
+            location = threads.call(self._find_coordinator, lookup_s)
+            fork_gate.use()
+            channel = threads.call(open_channel, location, self._credentials)
+            try:
+                yield Calls(threads, cache_pb2_grpc.CoordinatorStub(channel), self._credentials)
+            except grpc.RpcError as error:
+                raise from_rpc_error(error, location) from None
+            finally:
+                threads.call(channel.close)  # also ends a call that an interrupt left
+
+    def _find_coordinator(self, timeout_s: float) -> str:
+        with Connection(self.endpoint, self._credentials) as connection:
+            return connection.coordinator(timeout_s).control_location
+
+
+def _checked_spec(spec: object, problems: list[str]) -> DatasetSpec:
+    """The spec of an argument.
+
+    Raises:
+        ConfigError: there are problems, with the spec or before. A mapping is not quoted, because
+            it may hold secrets.
+    """
+    found: DatasetSpec | None = None
+    if isinstance(spec, DatasetSpec):
+        found = spec
+    elif isinstance(spec, str | os.PathLike) and spec != "":
+        found = checked(problems, lambda: DatasetSpec.from_yaml(spec))
+    elif isinstance(spec, Mapping):
+        problems.append(
+            "spec must be a DatasetSpec or the path of a YAML file, got a "
+            f"{type(spec).__name__}: convert it with DatasetSpec.from_mapping"
+        )
+    else:
+        problems.append(f"spec must be a DatasetSpec or the path of a YAML file, got {spec!r}")
+    if problems or found is None:
+        raise ConfigError("; ".join(problems))
+    return found
+
+
+def _checked_name(name: object) -> str:
+    if not is_text(name) or not name:
+        raise ConfigError(f"name must be the name of a dataset, got {name!r}")
+    return name

@@ -1,0 +1,1 @@
+"""Passes over an epoch: where they stand, and what they report."""

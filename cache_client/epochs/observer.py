@@ -1,0 +1,305 @@
+"""Watches the passes of one dataset object in one process: waits, counts and digests.
+
+It sends reports to the cache, and makes the audit records of states. It changes no batch. The loop
+over batches costs two readings of a clock and a few additions a batch; the rest happens once a
+window, or every half second.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+import numpy as np
+
+from cache_client.epochs.passes import Pass
+from cache_client.epochs.reports import ReaderIdentity, Reporter
+from cache_client.epochs.stats import NodeStats, ReadStats
+from cache_client.order.audit import AuditRecord
+from cache_client.order.digests import Trail, Words
+from cache_client.reading.counts import (
+    DEPTHS,
+    FAILOVERS,
+    FETCH_NS,
+    LOCAL_BYTES,
+    LOCAL_ROWS,
+    NODE_BYTES,
+    NODE_FAILURES,
+    NODE_ROWS,
+    NODE_WAIT_NS,
+    REFETCHES,
+    TRANSFORM_NS,
+    WINDOWS,
+    ReadCounts,
+    SharedCounts,
+    node_cells,
+)
+
+_FIRST_TICK_NS: Final = 100_000_000
+_TICK_NS: Final = 500_000_000
+_MAX_DEPTHS: Final = 120
+_T = TypeVar("_T")
+
+
+@dataclass(eq=False)
+class Watched:
+    """A pass that is watched.
+
+    Attributes:
+        digests: gives those of a range of steps, once.
+        trail: those of the steps handed out, as far as they were added up; None if some were lost.
+        begun_ns: when the first batch was asked for.
+        seen_ns: until when ``computed_ns`` is known: the last batch was handed out, or asked for.
+        computed_ns: the loop worked between batches.
+    """
+
+    this: Pass
+    number: int
+    digests: Callable[[range], Words | None]
+    trail: Trail | None
+    begun_ns: int = 0
+    seen_ns: int = 0
+    computed_ns: int = 0
+
+    @property
+    def waited_ns(self) -> int:
+        """The loop waited for the batches handed out."""
+        return self.seen_ns - self.begun_ns - self.computed_ns
+
+
+class SharedDigests:
+    """Hands the digests of a worker's steps to the training process, step by step."""
+
+    def __init__(self, shared: SharedCounts, this: Pass) -> None:
+        self._shared = shared
+        self._tag = ring_tag(this)
+        self._steps = iter(this.steps)
+        self._made: Iterator[list[int]] = iter(())
+
+    def begin(self, sets: Words, orders: Words) -> None:
+        """Takes the digests of the next steps."""
+        self._made = iter(np.stack([sets, orders], 1).view(np.int64).tolist())
+
+    def put_next(self) -> None:
+        """Shows those of the next step; call it before its batch is handed out."""
+        self._shared.put_digest(self._tag, next(self._steps), *next(self._made))
+
+
+class Observer:
+    """Watches the passes of one dataset object in one process.
+
+    Args:
+        reader: who reads what, for reports and records.
+        node_ids: of the version.
+        shared: with DataLoader workers.
+        reporter: sends reports; None: no report is sent.
+
+    Attributes:
+        counts: of this process, for its readers.
+    """
+
+    def __init__(
+        self,
+        reader: ReaderIdentity,
+        node_ids: tuple[str, ...],
+        shared: SharedCounts,
+        reporter: Reporter | None,
+    ) -> None:
+        self.counts = ReadCounts(node_ids)
+        self._reader = reader
+        self._node_ids = (*node_ids, "")
+        self._shared = shared
+        self._reporter = reporter
+        self._process = os.getpid()
+        self._lock = threading.Lock()  # of trails
+        self._watched: list[Watched] = []
+        self._num_passes = 0
+        self._begun_ns = 0
+        self._waited_ns = self._computed_ns = self._batches = self._closed_rows = 0
+        self._depths: deque[tuple[float, int]] = deque(maxlen=_MAX_DEPTHS)
+        self._pushed = self.counts.snapshot()  # what `shared` has of this process
+
+    # -- one pass ------------------------------------------------------------------------------
+
+    def watch(
+        self, this: Pass, batches: Iterator[_T], *, keep_lease: Callable[[], None] = lambda: None
+    ) -> Generator[_T, None, None]:
+        """The batches unchanged; measures the waits for them, and reports from time to time.
+
+        Args:
+            this: counts the batches that it hands out.
+            keep_lease: called a few times a second while batches are taken.
+        """
+        watched = self._begin(this)
+        clock = time.perf_counter_ns
+        watched.begun_ns = watched.seen_ns = clock()
+        self._begun_ns = self._begun_ns or watched.begun_ns
+        due_ns = watched.begun_ns + _FIRST_TICK_NS
+        try:
+            for batch in batches:
+                watched.seen_ns = given_ns = clock()
+                yield batch
+                asked_ns = clock()
+                watched.computed_ns += asked_ns - given_ns
+                if asked_ns > due_ns:
+                    watched.seen_ns, due_ns = asked_ns, asked_ns + _TICK_NS
+                    keep_lease()
+                    self._tick(watched)
+            watched.seen_ns = clock()
+        finally:
+            self._end(watched)
+
+    def _begin(self, this: Pass) -> Watched:
+        self._num_passes += 1
+        if this.of_loader:
+            self._shared.by_loader = True
+            tag = ring_tag(this)
+            watched = Watched(
+                this, self._num_passes, lambda steps: self._shared.digests(tag, steps), Trail()
+            )
+        else:
+            watched = Watched(
+                this, self._num_passes, this.digests.take, None if this.in_worker else Trail()
+            )
+        self._watched.append(watched)
+        return watched
+
+    def _tick(self, watched: Watched) -> None:
+        self._push(watched.this)
+        if self._reporter is not None and self._reporter.is_due and self._reports(watched.this):
+            self._reporter.send(self.stats(), self.record(watched.this), watched.this)
+
+    def _end(self, watched: Watched) -> None:
+        if os.getpid() != self._process or sys.is_finalizing():
+            return  # a copy of the iterator, in a fork; or no thread would send a report any more
+        self._push(watched.this)
+        record = self.record(watched.this)
+        if self._reporter is not None and self._reports(watched.this):
+            self._reporter.send_last(self.stats(), record, watched.this)
+        self._closed_rows += _rows_of(watched.this, self._reader.rank)
+        self._batches += watched.this.handed_out
+        self._waited_ns += watched.waited_ns
+        self._computed_ns += watched.computed_ns
+        self._watched.remove(watched)
+
+    def _reports(self, this: Pass) -> bool:
+        """Whether this process reports a pass: one process of a rank does."""
+        return not this.in_worker or (this.worker == 0 and not self._shared.by_loader)
+
+    def _push(self, this: Pass) -> None:
+        """Adds the counts of a worker to those that all processes see."""
+        if this.in_worker:
+            now = self.counts.snapshot()
+            self._shared.add(this.worker, now - self._pushed)
+            self._pushed = now
+
+    def report_soon(self) -> None:
+        """Reports at the next occasion: a restart may begin where the loop stands now."""
+        if self._reporter is not None:
+            self._reporter.report_soon()
+
+    # -- inside a pass -------------------------------------------------------------------------
+
+    def note_wait(self, wait_ns: int, ready: int) -> None:
+        """Counts a wait for a window, and how many were ready."""
+        counts = self.counts
+        counts.add(FETCH_NS, wait_ns)
+        counts.add(DEPTHS, ready)
+        counts.add(WINDOWS, 1)
+        elapsed_s = (time.perf_counter_ns() - self._begun_ns) / 1e9
+        if not self._depths or elapsed_s - self._depths[-1][0] >= 1.0:
+            self._depths.append((elapsed_s, ready))
+
+    def timed(self, transform: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """A transform whose time is counted."""
+        counts, clock = self.counts, time.perf_counter_ns
+
+        def timed(batch: Any) -> Any:
+            begun_ns = clock()
+            try:
+                return transform(batch)
+            finally:
+                counts.add(TRANSFORM_NS, clock() - begun_ns)
+
+        return timed
+
+    # -- what was seen -------------------------------------------------------------------------
+
+    def record(self, this: Pass) -> AuditRecord | None:
+        """What the loop was given in a pass; None where digests were lost, or this is a worker."""
+        with self._lock:
+            watched = next((each for each in self._watched if each.this is this), None)
+            if watched is None:
+                return this.record
+            trail = watched.trail
+            if trail is None:
+                return None
+            steps = range(trail.steps, this.handed_out)
+            if steps:
+                found = watched.digests(steps)
+                if found is None:
+                    watched.trail = None
+                    return None
+                rows = _rows_of(this, self._reader.rank) - trail.rows
+                trail.add(found[:, 0], found[:, 1], rows)
+            this.record = self._reader.record(watched.number, this, trail)
+            return this.record
+
+    def stats(self) -> ReadStats:
+        """All numbers so far, with those of DataLoader workers."""
+        cells = self.counts.snapshot() - self._pushed + self._shared.total()
+        nodes = {
+            node_id: NodeStats(
+                int(row[NODE_ROWS]),
+                int(row[NODE_BYTES]),
+                int(row[NODE_WAIT_NS]) / 1e9,
+                int(row[NODE_FAILURES]),
+            )
+            for node_id, row in zip(self._node_ids, node_cells(cells), strict=True)
+            if row.any()
+        }
+        now = list(self._watched)
+        rows = self._closed_rows + sum(_rows_of(each.this, self._reader.rank) for each in now)
+        waited_ns = self._waited_ns + sum(each.waited_ns for each in now)
+        computed_ns = self._computed_ns + sum(each.computed_ns for each in now)
+        begun_ns = self._begun_ns or time.perf_counter_ns()
+        made_elsewhere = not rows and bool(cells[WINDOWS])  # by workers of another DataLoader
+        return ReadStats(
+            elapsed_s=(time.perf_counter_ns() - begun_ns) / 1e9,
+            waited_s=waited_ns / 1e9,
+            computed_s=computed_ns / 1e9,
+            batches=self._batches + sum(each.this.handed_out for each in now),
+            rows=int(cells[LOCAL_ROWS] + node_cells(cells)[:, NODE_ROWS].sum())
+            if made_elsewhere
+            else rows,
+            local_rows=int(cells[LOCAL_ROWS]),
+            local_bytes=int(cells[LOCAL_BYTES]),
+            nodes=nodes,
+            fetch_s=int(cells[FETCH_NS]) / 1e9,
+            transform_s=int(cells[TRANSFORM_NS]) / 1e9,
+            failovers=int(cells[FAILOVERS]),
+            refetches=int(cells[REFETCHES]),
+            queue_depth=int(cells[DEPTHS]) / max(1, int(cells[WINDOWS])),
+            queue_depths=tuple(self._depths),
+        )
+
+
+def ring_tag(this: Pass) -> int:
+    """Names a pass among the digests that workers share: equal where the steps are equal."""
+    return hash(
+        (this.epoch, this.plan.rows_consumed, this.plan.rows_per_step, this.order.skipped)
+    ) & (2**61 - 1)
+
+
+def _rows_of(this: Pass, rank: int) -> int:
+    """Rows of the steps that a pass has handed out."""
+    steps, plan = this.handed_out, this.plan
+    if this.in_worker or not steps:
+        return 0
+    return (steps - 1) * plan.batch_size + len(plan.window(range(steps - 1, steps), rank)[0])

@@ -1,0 +1,1 @@
+"""Connections to nodes, and calls that survive forks and interrupts."""

@@ -1,1 +1,0 @@
-"""Protects gRPC from forks and from interrupts of the main thread."""

@@ -1,0 +1,1 @@
+"""This process among those of its job, and checks of its arguments."""

@@ -1,0 +1,1 @@
+"""Which row is at which place of an epoch. Pure."""

@@ -1,0 +1,146 @@
+"""The position of a job in its order. Pure."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Final
+
+from cache_client.order.order import checked_shuffle, set_integer
+from cache_client.order.permutation import (
+    ALGORITHM_VERSION,
+    checked_integer,
+)
+
+_LAST_EPOCH: Final = 2**63 - 1  # of a state: readers store it in 64 bits
+
+
+@dataclass(frozen=True, kw_only=True)
+class OrderState:
+    """The position of a job in its order; independent of ranks, batch size and workers.
+
+    Args:
+        dataset: name of the dataset.
+        fingerprint: of the version that the row ids belong to.
+        seed: any integer.
+        epoch: of the next row, at least 0.
+        shuffle: as in `EpochOrder`.
+        shuffle_block_size: as in `EpochOrder`.
+        rows_consumed: rows of this epoch that all ranks together have consumed.
+        format: `ALGORITHM_VERSION` of the writer.
+        audit: record of what the rank that wrote the state was given, see
+            `cache_client.order.audit`; no part of the position.
+        skipped: triples of epoch, start and stop: runs of positions that `skip_steps` leaves out.
+            ``rows_consumed`` does not count them.
+
+    Raises:
+        ValueError: a field has a wrong type or value, or another ``format``; quotes it.
+
+    Thread-safety: immutable.
+    """
+
+    format: int = ALGORITHM_VERSION
+    dataset: str
+    fingerprint: str
+    seed: int
+    epoch: int
+    shuffle: bool
+    shuffle_block_size: int | None
+    rows_consumed: int
+    audit: Mapping[str, Any] | None = field(default=None, compare=False)
+    skipped: tuple[tuple[int, int, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        if set_integer(self, "format") != ALGORITHM_VERSION:
+            raise ValueError(f"format must be {ALGORITHM_VERSION}, got {self.format}")
+        for name in ("dataset", "fingerprint"):
+            value = getattr(self, name)
+            if not isinstance(value, str) or not value:
+                raise ValueError(f"{name} must be a non-empty string, got {value!r}")
+        set_integer(self, "seed")
+        set_integer(self, "epoch", 0, _LAST_EPOCH)
+        block_size = checked_shuffle(self.shuffle, self.shuffle_block_size)
+        object.__setattr__(self, "shuffle_block_size", block_size)
+        set_integer(self, "rows_consumed", 0)
+        if self.audit is not None and not isinstance(self.audit, Mapping):
+            raise ValueError(f"audit must be a dict, got {self.audit!r}")
+        object.__setattr__(self, "skipped", _skipped_runs(self.skipped))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the state as a dict of JSON types; without ``audit`` and ``skipped`` if empty."""
+        state = asdict(self)
+        if self.audit is None:
+            del state["audit"]
+        if self.skipped:
+            state["skipped"] = [list(run) for run in self.skipped]
+        else:
+            del state["skipped"]
+        return state
+
+    @classmethod
+    def from_dict(cls, mapping: Mapping[str, Any]) -> "OrderState":
+        """Read what `to_dict` wrote.
+
+        Raises:
+            ValueError: not a mapping, unknown or missing keys, a wrong type or value, or another
+                ``format``; quotes it.
+        """
+        if not isinstance(mapping, Mapping):
+            raise ValueError(f"state must be a dict, got {mapping!r}")
+        # First, because a state of another format may have other keys.
+        if "format" in mapping and mapping["format"] != ALGORITHM_VERSION:
+            raise ValueError(f"format must be {ALGORITHM_VERSION}, got {mapping['format']!r}")
+        known = [each.name for each in fields(cls)]
+        unknown = sorted(repr(key) for key in mapping if key not in known)
+        if unknown:
+            raise ValueError(f"state has unknown keys: {', '.join(unknown)}")
+        missing = [repr(name) for name in known if name not in (*mapping, "audit", "skipped")]
+        if missing:
+            raise ValueError(f"state lacks keys: {', '.join(missing)}")
+        return cls(**mapping)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerState(OrderState):
+    """The position of one of n DataLoader workers, which reads every n-th step.
+
+    The states of n workers differ. Only the same number of workers with the same size of steps can
+    resume them, so the state has both.
+
+    Args:
+        rows_per_step: rows of all ranks together in a full step.
+        num_workers: of a rank, at least 1.
+
+    Raises:
+        ValueError: as `OrderState`.
+
+    Thread-safety: immutable.
+    """
+
+    rows_per_step: int
+    num_workers: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        set_integer(self, "rows_per_step", 1)
+        set_integer(self, "num_workers", 1)
+
+
+def read_state(mapping: Mapping[str, Any]) -> OrderState:
+    """Read what `to_dict` of an `OrderState` or a `WorkerState` wrote.
+
+    Raises:
+        ValueError: as `OrderState.from_dict`.
+    """
+    if isinstance(mapping, Mapping) and {"rows_per_step", "num_workers"} & set(mapping):
+        return WorkerState.from_dict(mapping)
+    return OrderState.from_dict(mapping)
+
+
+def _skipped_runs(runs: object) -> tuple[tuple[int, int, int], ...]:
+    """Check the skipped runs of a state."""
+    try:
+        found = [tuple(checked_integer("skipped", n, 0) for n in run) for run in runs]  # type: ignore[attr-defined]
+    except TypeError:
+        raise ValueError(f"skipped must be runs of positions, got {runs!r}") from None
+    if any(len(run) != 3 or run[1] >= run[2] for run in found):
+        raise ValueError(f"skipped must be triples of epoch, start and stop, got {runs!r}")
+    return tuple((run[0], run[1], run[2]) for run in found)

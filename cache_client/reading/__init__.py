@@ -1,0 +1,1 @@
+"""Row ids -> rows: from nodes, replicas and local files."""

@@ -1,0 +1,243 @@
+"""Reads shard files of nodes on this machine, without their server.
+
+A file is read only if it is certainly the one in the shard map: the cache directory names the same
+node, its manifest has the shard with the same checksum, and the file has the same size. It must
+belong to the owner of the manifest, and must not be newer. Some of its bytes are compared with the
+checksum when it is mapped. All other shards are read over Flight.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from cache_client.flight.routing import ShardFile, ShardMap
+from cache_protocol.errors import CacheError
+from cache_protocol.storage.layout import Layout
+from cache_protocol.storage.mapped_table import MAPS_PER_COLUMN, MappedTable
+from cache_protocol.storage.piece_digests import DIGEST_BYTES, checksum, digest, num_pieces
+from cache_protocol.storage.row_index import Ids, Indices, RowIndex
+from cache_protocol.storage.shard_files import (
+    MANIFEST,
+    MAPS_PER_SHARD,
+    NODE_ID_FILE,
+    MappedShard,
+    SealedShard,
+    Selection,
+    read_manifest,
+    shard_file_name,
+)
+
+logger = logging.getLogger(__name__)
+
+# By default Linux allows a process 65,530 memory maps; a process that runs out of them crashes.
+_MAX_MAPS = 32_768
+_LOOK_EVERY_S = 0.05
+_SAMPLED_PIECES = 4  # of each file, of 1 MiB: about half a millisecond
+
+
+class ShardFileLostError(CacheError):
+    """A shard file was removed or replaced; its rows must be read over Flight."""
+
+
+class LocalShards:
+    """The shards whose files this process can read, of one or more versions. Thread-safe.
+
+    A file is mapped read-only when its first row is asked for, and stays mapped as long as this
+    object lives. So its rows can be read even after the node drops them.
+
+    Args:
+        shards: the shard map, with the files.
+        columns: to gather, of ``shards.logical``; empty for all.
+
+    Attributes:
+        leased_at: monotonic seconds of the last renewal of the lease. `cache_client.reading.lease`
+            sets it here, because a pass, and its `Lease` object, may be shorter than a lease.
+    """
+
+    def __init__(self, shards: ShardMap, columns: Sequence[str] = ()) -> None:
+        self.leased_at = shards.leased_at
+        self._starts = shards.starts
+        self._index = RowIndex(shards.starts, shards.stop)
+        self._columns = columns
+        self._lock = threading.Lock()
+        self._table: MappedTable | None = None
+        self._selection: Selection | None = None
+        self._layout: Layout | None = None  # of the files
+        self._files: dict[int, tuple[Path, SealedShard]] = {}
+        manifests = _Manifests()
+        num_rows = shards.rows_of_shards
+        maps = MAPS_PER_SHARD + MAPS_PER_COLUMN * len(shards.layout.columns)
+        most = _MAX_MAPS // maps
+        for shard, files in enumerate(shards.files[:most]):
+            for file in files:
+                sealed = manifests.find(file)
+                if sealed is not None and sealed.num_rows == num_rows[shard]:
+                    self._files[shard] = (Path(file.path), sealed)
+                    break
+        self._num_rows = [n if shard in self._files else 0 for shard, n in enumerate(num_rows)]
+        self._is_mapped = np.zeros(len(num_rows), np.bool_)
+        self._mapped: dict[int, MappedShard] = {}
+        self._look_at = 0.0  # monotonic seconds
+
+    @property
+    def shards(self) -> set[int]:
+        """Indices of the shards that can be read here."""
+        with self._lock:
+            return set(self._files)
+
+    def gather(self, row_ids: Ids) -> pa.RecordBatch:
+        """The rows of these ids, in this order, as one stored batch; see `MappedTable.gather`.
+
+        Args:
+            row_ids: of `shards` only; at least one.
+
+        Raises:
+            ShardFileLostError: some files cannot be read any more; they are removed from `shards`.
+        """
+        shard_of = self._index.find(row_ids)
+        self._check_unchanged(shard_of)
+        table, selection = self._mapped_shards(shard_of)
+        return table.gather(row_ids, shard_of, selection)
+
+    def _check_unchanged(self, shard_of: Indices) -> None:
+        """Gives up files of these shards that were changed in place; looks every 50 ms at most."""
+        now = time.monotonic()
+        if now < self._look_at:
+            return
+        lost = None
+        with self._lock:
+            self._look_at = now + _LOOK_EVERY_S
+            for shard in np.flatnonzero(np.bincount(shard_of)).tolist():
+                mapped = self._mapped.get(shard)
+                if mapped is not None and not mapped.is_unchanged():
+                    lost = mapped.path
+                    logger.warning("shard file changed path=%s: read over Flight", lost)
+                    del self._files[shard], self._mapped[shard]
+                    self._is_mapped[shard] = False
+        if lost is not None:
+            raise ShardFileLostError(f"{lost} was changed while it was mapped")
+
+    def _mapped_shards(self, shard_of: Indices) -> tuple[MappedTable, Selection]:
+        """Maps these shards, if they are not mapped yet."""
+        with self._lock:
+            is_mapped = self._is_mapped[shard_of]
+            lost: ShardFileLostError | None = None
+            for shard in [] if is_mapped.all() else np.unique(shard_of[~is_mapped]).tolist():
+                try:
+                    self._map(shard)
+                except ShardFileLostError as error:  # first find all lost files
+                    lost = lost or error
+            if lost is not None:
+                raise lost
+            assert self._table is not None and self._selection is not None
+            return self._table, self._selection
+
+    def _map(self, shard: int) -> None:
+        found = self._files.get(shard)
+        if found is None:
+            raise ShardFileLostError(f"shard {shard} has no file on this machine")
+        path, sealed = found
+        try:
+            mapped = _map_file(sealed, path)
+            if mapped.file.size != sealed.num_bytes:
+                raise ValueError(f"{mapped.file.size} bytes instead of {sealed.num_bytes}")
+            if self._layout is not None and mapped.layout.schema != self._layout.schema:
+                raise ValueError("other columns than in the other shards")
+            if mapped.batch.num_rows != sealed.num_rows:
+                raise ValueError(f"{mapped.batch.num_rows} rows, not {sealed.num_rows}")
+            _check_bytes(mapped)
+            if self._table is None:
+                self._layout = mapped.layout
+                selection = self._selection = Selection(mapped.layout, self._columns)
+                self._table = MappedTable(
+                    mapped.layout,
+                    self._starts,
+                    self._num_rows,
+                    only=[index for index, _ in selection.picks],
+                )
+            self._table.attach(shard, mapped)
+        except (OSError, ValueError, pa.ArrowException) as error:
+            del self._files[shard]
+            logger.info("shard file lost path=%s reason=%s", path, error)
+            raise ShardFileLostError(f"cannot read {path}: {error}") from None
+        self._is_mapped[shard] = True
+        self._mapped[shard] = mapped
+
+
+def _map_file(sealed: SealedShard, path: Path) -> MappedShard:
+    """Maps a file of this machine, and checks its owner and time.
+
+    Raises:
+        ValueError: they are not those of a file that its node sealed.
+    """
+    mapped = MappedShard(sealed, path)
+    file, manifest = path.stat(), path.with_name(MANIFEST).stat()
+    if file.st_uid != manifest.st_uid or file.st_mtime_ns > manifest.st_mtime_ns:
+        raise ValueError("its owner changed, or it was written after it was sealed")
+    return mapped
+
+
+def _check_bytes(mapped: MappedShard) -> None:
+    """Checks a sample of the bytes of a file.
+
+    Raises:
+        ValueError: they are not as its node sealed them, or its manifest has no digests.
+    """
+    sealed, count = mapped.sealed, num_pieces(mapped.sealed.num_bytes)
+    if checksum(sealed.digests) != sealed.checksum or len(sealed.digests) != count * DIGEST_BYTES:
+        raise ValueError("its manifest has other digests")
+    few = count <= _SAMPLED_PIECES
+    for number in range(min(count, _SAMPLED_PIECES)):
+        index = number if few else secrets.randbelow(count)
+        start = index * DIGEST_BYTES
+        if digest(mapped.piece(index)) != sealed.digests[start : start + DIGEST_BYTES]:
+            raise ValueError(f"piece {index} has another checksum")
+
+
+class _Manifests:
+    """The node ids and manifests of cache directories, each read once."""
+
+    def __init__(self) -> None:
+        self._node_ids: dict[str, str] = {}
+        self._manifests: dict[str, dict[str, SealedShard]] = {}
+
+    def find(self, file: ShardFile) -> SealedShard | None:
+        """The manifest line of ``file``; None unless node, checksum and size are the same."""
+        version, _, name = file.path.rpartition("/")
+        cache_dir = version.rsplit("/", 2)[0]
+        if self._node_id(cache_dir) != file.node_id:
+            return None
+        sealed = self._manifest(version).get(name)
+        if sealed is None or not sealed.checksum:
+            return None
+        same = (sealed.num_bytes, sealed.checksum) == (file.num_bytes, file.checksum)
+        return sealed if same else None
+
+    def _node_id(self, cache_dir: str) -> str:
+        found = self._node_ids.get(cache_dir)
+        if found is None:
+            try:
+                found = Path(cache_dir, NODE_ID_FILE).read_text(encoding="utf-8").strip()
+            except (OSError, ValueError):
+                found = ""  # the path is on another machine, or not readable
+            self._node_ids[cache_dir] = found
+        return found
+
+    def _manifest(self, version: str) -> dict[str, SealedShard]:
+        found = self._manifests.get(version)
+        if found is None:
+            try:
+                lines = read_manifest(Path(version, MANIFEST))
+            except OSError:
+                lines = []
+            found = {shard_file_name(line.index): line for line in lines}
+            self._manifests[version] = found
+        return found

@@ -1,0 +1,85 @@
+"""One version, and how this process reads its rows."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from cache_client.flight.routing import ShardMap
+from cache_client.reading.counts import ReadCounts
+from cache_client.reading.local_shards import LocalShards
+from cache_client.reading.node_health import NodeHealth
+from cache_client.reading.reader import Reader
+from cache_protocol.wire.credentials import Credentials
+
+
+class Source:
+    """Opens readers of one version.
+
+    Mapped files and the health of nodes are kept for later readers of the same process. A pickle
+    has neither.
+
+    Args:
+        endpoint: of any node.
+        shards: the version, with the columns to read.
+        columns: to read, of ``shards.logical``; empty for all.
+        credentials: of this process.
+        deadline_s: how long a window may wait for nodes that do not answer.
+        local: read files of this machine without a node.
+
+    Thread-safety: use it from one thread; readers may be used from any.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        shards: ShardMap,
+        columns: tuple[str, ...],
+        credentials: Credentials,
+        *,
+        deadline_s: float,
+        local: bool,
+    ) -> None:
+        self.endpoint = endpoint
+        self.shards = shards
+        self.columns = columns
+        self._credentials = credentials
+        self._deadline_s = deadline_s
+        self.local = local
+        self._process_shards: tuple[int, LocalShards] | None = None  # with the process they are of
+        self._process_health: tuple[int, NodeHealth] | None = None  # likewise
+
+    def open_reader(
+        self, *, replica_offset: int, rows_per_message: int, counts: ReadCounts
+    ) -> Reader:
+        """A reader for one pass; see `Reader` for the arguments."""
+        return Reader(
+            self.endpoint,
+            self.shards,
+            columns=self.columns,
+            replica_offset=replica_offset,
+            rows_per_message=rows_per_message,
+            deadline_s=self._deadline_s,
+            local=self.local_shards(),
+            credentials=self._credentials,
+            health=self._node_health(),
+            counts=counts,
+        )
+
+    def local_shards(self) -> LocalShards | None:
+        """The mapped files, shared by the passes of a process: first reads of a map are slow."""
+        if not self.local:
+            return None
+        if self._process_shards is None or self._process_shards[0] != os.getpid():
+            self._process_shards = (os.getpid(), LocalShards(self.shards, self.columns))
+        return self._process_shards[1]
+
+    def _node_health(self) -> NodeHealth:
+        """The health of nodes, shared by the passes of a process."""
+        if self._process_health is None or self._process_health[0] != os.getpid():
+            newest = self.shards if self._process_health is None else self._process_health[1].shards
+            self._process_health = (os.getpid(), NodeHealth(newest))
+        return self._process_health[1]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_process_shards": None, "_process_health": None}

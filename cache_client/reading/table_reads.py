@@ -1,0 +1,69 @@
+"""Reads a dataset as a stream of Arrow batches, for engines and notebooks. Needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import numpy as np
+import pyarrow as pa
+
+from cache_client.flight.routing import ShardMap
+from cache_client.reading.fetch_ahead import FETCH_THREADS, fetch_ahead
+from cache_client.reading.local_shards import LocalShards
+from cache_client.reading.reader import Reader
+from cache_client.reading.shard_maps import wait_for_plan
+from cache_client.reading.window_sizes import row_bytes
+from cache_protocol.errors import ConfigError
+from cache_protocol.wire.credentials import Credentials
+
+WINDOW_BYTES = 32 * 1024 * 1024  # about the bytes of one batch
+
+
+def read_table(
+    endpoint: str,
+    dataset: str,
+    *,
+    columns: Sequence[str],
+    rows: range | None,
+    fingerprint: str,
+    deadline_s: float,
+    local: bool,
+    credentials: Credentials,
+) -> pa.RecordBatchReader:
+    """A stream of rows in row order; see `CacheClient.read`.
+
+    Args:
+        columns: empty for all.
+        fingerprint: of the version to read; empty for the newest.
+    """
+    shards = wait_for_plan(
+        endpoint, dataset, columns, deadline_s, credentials, fingerprint=fingerprint
+    )
+    wanted = range(shards.num_rows) if rows is None else rows
+    if wanted and not (wanted.step == 1 and wanted.start >= 0 and wanted.stop <= shards.num_rows):
+        raise ConfigError(
+            f"rows must be a range of consecutive rows within {shards.num_rows}, got {rows}"
+        )
+    reader = Reader(
+        endpoint,
+        shards,
+        columns=tuple(columns),
+        deadline_s=deadline_s,
+        local=LocalShards(shards, tuple(columns)) if local else None,
+        credentials=credentials,
+    )
+    return pa.RecordBatchReader.from_batches(shards.logical, _batches(reader, shards, wanted))
+
+
+def _batches(reader: Reader, shards: ShardMap, rows: range) -> Iterator[pa.RecordBatch]:
+    size = max(1, WINDOW_BYTES // row_bytes(shards))
+    windows = (
+        np.arange(start, min(start + size, rows.stop), dtype=np.int64)
+        for start in range(rows.start, rows.stop, size)
+    )
+    fetch = partial(fetch_ahead, depth=FETCH_THREADS, threads=FETCH_THREADS)
+    with reader:
+        for pieces in fetch(reader.fetch, windows):
+            for piece in pieces:
+                yield piece.to_batch()

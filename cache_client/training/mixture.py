@@ -1,0 +1,446 @@
+"""`CacheMixture`: several datasets read as one, in given proportions.
+
+Checks the arguments, and joins the sources: their views to one, their readers to one.
+`cache_client.views.mixing` decides which source and which row each slot has.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from cache_client.batches.batch_formats import with_column
+from cache_client.job.arguments import BatchFormat, integer_or_problem
+from cache_client.order.order import EpochOrder
+from cache_client.order.permutation import checked_integer
+from cache_client.order.states import read_state
+from cache_client.reading.joined_reader import JoinedSource
+from cache_client.reading.rows import Rows
+from cache_client.training.base import RankBatches, slots_consumed
+from cache_client.training.dataset import CacheIterableDataset
+from cache_client.view_options.job_view import Assemble
+from cache_client.views.mixing import (
+    DRAWS,
+    STOPS,
+    Draw,
+    Mixing,
+    MixtureState,
+    Stop,
+    mixing,
+    whole_weights,
+)
+from cache_client.views.mixture_view import MixedSource, MixtureView
+from cache_client.views.view import Samples, Shuffle
+from cache_protocol.errors import ConfigError, checked
+from cache_protocol.spec.values import is_text
+
+_MAX_STEPS = 2**40
+_MAX_NAME = 200  # of the report's name of what is read
+_SHARED = {
+    "batch_size": "batch_size",
+    "rank": "rank",
+    "world_size": "world_size",
+    "drop_last": "drop_last",
+    "_pad_mask": "pad_mask",
+    "_stack": "stack",
+    "_stack_dtype": "stack_dtype",
+    "_batch_format": "batch_format",
+    "_decode": "decode",
+    "_transform": "transform",
+    "_device": "device",
+    "_copy": "copy",
+    "_deadline_s": "deadline_s",
+    "_audit": "audit",
+    "_job": "job",
+}
+"""Attributes of the sources that the mixture takes over -> their arguments; all must agree."""
+
+
+class CacheMixture(RankBatches):
+    """Ready batches of one rank, with rows of several datasets in given proportions.
+
+    Which row a slot of an epoch has depends only on the versions, the seeds, the epoch and the
+    slot. Any number of ranks, batch size and number of workers read the same slots, and a state of
+    constant size resumes them. See "Mixtures" in the guide.
+
+    Each source is read in passes, each with another shuffle if the source shuffles. A source that
+    has given all its rows begins its next pass, also in the middle of an epoch of the mixture. The
+    next epoch continues where the sources stand.
+
+    Args:
+        sources: name -> a dataset and its weight. The datasets say which columns and rows are read,
+            and in which order (``shuffle``, ``seed``). They must have the same columns and types,
+            and the same arguments for batches, ranks and jobs, which the mixture takes over:
+            ``batch_size``, ``rank``, ``batch_format``, ``transform`` and others. Weights are
+            relative: 0.7 and 0.3 are 7 and 3. They are exact if whole numbers with a sum of at most
+            65,536 express them, else rounded to such.
+        stop: where an epoch ends. ``first_exhausted``: when a source is the first to have given all
+            rows of a further pass. ``all_exhausted``: when the last one has. A number: after so
+            many steps. A state keeps the rows of such an epoch, so with another batch size it has
+            another number of steps.
+        draw: ``stratified``: of any first n rows, each source has its share, to less than one row;
+            of any n consecutive rows, such as a batch, to less than two. ``random``: the sources of
+            each 4,096 consecutive slots are shuffled by ``seed``.
+        seed: of the random draw; you must use the same on all ranks.
+        weights_at: step -> name -> weight: other weights from that step on. Steps count from the
+            begin of epoch 0 on, each ``world_size * batch_size`` rows.
+        source_column: add a column of this name, with the name of each row's source.
+        skip_steps: as in `CacheIterableDataset`.
+
+    Raises:
+        ConfigError: quotes every bad argument, and where sources differ both values.
+
+    Thread-safety: iterate, and change epoch and state, from one thread at a time.
+    """
+
+    _source: JoinedSource
+
+    def __init__(
+        self,
+        sources: Mapping[str, tuple[CacheIterableDataset, float]],
+        *,
+        stop: Stop | int = "first_exhausted",
+        draw: Draw = "stratified",
+        seed: int = 0,
+        weights_at: Mapping[int, Mapping[str, float]] | None = None,
+        source_column: str | None = None,
+        skip_steps: Mapping[int, Iterable[int]] | None = None,
+    ) -> None:
+        super().__init__()
+        datasets, weights = _checked_sources(sources)
+        problems = _differences(datasets)
+        if isinstance(stop, str):
+            if stop not in STOPS:
+                problems.append(f"stop must be {', '.join(STOPS)} or steps, got {stop!r}")
+        else:
+            integer_or_problem(problems, "stop", stop, 1, _MAX_STEPS)
+        if draw not in DRAWS:
+            problems.append(f"draw must be one of {', '.join(DRAWS)}, got {draw!r}")
+        checked(problems, lambda: EpochOrder(0, shuffle=False, seed=seed), ValueError)
+        first = next(iter(datasets.values()))
+        plan = checked(problems, lambda: _plan(weights, weights_at or {}), ValueError)
+        if source_column is not None and not (is_text(source_column) and source_column):
+            problems.append(f"source_column must be a name, got {source_column!r}")
+        else:
+            checked(
+                problems,
+                lambda: first._job_view.column_names(
+                    first._converter().names,
+                    pad_mask=first._pad_mask,
+                    source_column=source_column,
+                ),
+            )
+        if problems or plan is None:
+            raise ConfigError("; ".join(problems))
+        for attribute in _SHARED:
+            setattr(self, attribute, getattr(first, attribute))
+        self.name = ", ".join(datasets)
+        self.endpoint, self._credentials = first.endpoint, first._credentials
+        self.shuffle = any(dataset.shuffle for dataset in datasets.values())
+        self.shuffle_block_size = None
+        self.seed = operator.index(seed)
+        self._names = tuple(datasets)
+        self._source = JoinedSource([dataset._source for dataset in datasets.values()])
+        self._layout = first._layout
+        self._nodes = tuple(dict.fromkeys(n for d in datasets.values() for n in d._nodes))
+        self._version_name = "+".join(dataset._version_name for dataset in datasets.values())
+        if len(self._version_name) > _MAX_NAME:
+            self._version_name = f"{first._version_name}+{len(datasets) - 1}"
+        self._job_is_named = first._job_is_named
+        self._rank_is_given = all(dataset._rank_is_given for dataset in datasets.values())
+        self._plan_of_weights = plan
+        self._steps = None if isinstance(stop, str) else operator.index(stop)
+        self._planned = mixing(
+            [dataset._view.num_slots(0) for dataset in datasets.values()],
+            [(step * self._rows_per_step, each) for step, each in plan],
+            stop=stop if isinstance(stop, str) else operator.index(stop) * self._rows_per_step,
+            draw=draw,
+            seed=self.seed,
+        )
+        view = MixtureView(
+            tuple(
+                MixedSource(
+                    name,
+                    dataset.fingerprint,
+                    dataset.num_rows,
+                    dataset._view,
+                    Shuffle(dataset.shuffle, dataset.shuffle_block_size, dataset.seed),
+                )
+                for name, dataset in datasets.items()
+            ),
+            self._planned,
+        )
+        named = _NamedSources(
+            first._job_view.assembler, tuple(datasets), source_column, self._batch_format
+        )
+        self._job_view = replace(first._job_view, view=view, assembler=named)
+        self._sizes = replace(
+            first._sizes,
+            shards=self._source.shards,
+            batch_size=max(1, round(self.batch_size * view.rows_per_slot)),
+        )
+        self._prepare(skip_steps)
+
+    # -- properties ----------------------------------------------------------------------------
+
+    @property
+    def fingerprint(self) -> str:
+        """Fingerprint of the versions, their views and how they are drawn; not of the weights."""
+        return hashlib.sha256(self._view.identity.encode()).hexdigest()[:32]
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """The share of each source in the rows of the next pass, at its begin."""
+        epoch, offset = self._cursor.planned()
+        of_slot = self._mixing.weights(self._mixing.epoch_start(epoch) + offset)
+        return {
+            name: weight / sum(of_slot) for name, weight in zip(self._names, of_slot, strict=True)
+        }
+
+    def rows_of_sources(self, epoch: int) -> dict[str, range]:
+        """What an epoch reads of each source.
+
+        Args:
+            epoch: at least 0.
+
+        Returns:
+            For each source the rows of its part of the run, counted from 0. Row number p is sample
+            ``p % n`` of pass ``p // n``, for a source of n samples.
+        """
+        mixing = self._mixing
+        starts = mixing.counts(mixing.epoch_start(epoch))
+        stops = mixing.counts(mixing.epoch_start(epoch + 1))
+        return dict(zip(self._names, map(range, starts, stops), strict=True))
+
+    def __repr__(self) -> str:
+        parts = {
+            "fingerprint": self.fingerprint,
+            "weights": self.weights,
+            "stop": self._steps or self._mixing.stop,
+            "draw": self._mixing.draw,
+            "batch_size": self.batch_size,
+            "rank": self.rank,
+            "world_size": self.world_size,
+            "seed": self.seed,
+            "epoch": self.epoch,
+        }
+        rest = ", ".join(f"{name}={value!r}" for name, value in parts.items())
+        return f"{type(self).__name__}({list(self._names)}, {rest})"
+
+    # -- states --------------------------------------------------------------------------------
+
+    def state_dict(self, *, steps: int | None = None) -> dict[str, Any]:
+        """As `CacheIterableDataset.state_dict`, with a few numbers for each change of weights."""
+        mixing = self._mixing
+        return {
+            **super().state_dict(steps=steps),
+            "mixture": MixtureState(
+                self._plan_of_weights,
+                self._steps,
+                mixing.stop if isinstance(mixing.stop, int) else None,
+                mixing.changes,
+            ).to_dict(),
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """As `CacheIterableDataset.load_state_dict`; other weights count from the position on.
+
+        If this mixture was made with the weights of the state, their changes stay where they were,
+        also with another batch size. If it was made with others, these count from the position of
+        the state on; with ``draw="random"`` from the next multiple of 4,096 rows on, or the next
+        epoch. What was read before stays as it was.
+
+        Raises:
+            ConfigError, StaleVersionError: as there.
+        """
+        if not isinstance(state_dict, Mapping) or "mixture" not in state_dict:
+            super().load_state_dict(state_dict)
+            raise ConfigError("bad state: it is of a dataset, not of a mixture")
+        rest = {key: value for key, value in state_dict.items() if key != "mixture"}
+        before, mixing = self._job_view, self._resumed(rest, state_dict["mixture"])
+        if mixing != self._mixing and self._cursor.has_workers:
+            raise ConfigError(
+                "the state has weights that running DataLoader workers do not know: delete their "
+                "iterator and loader before load_state_dict"
+            )
+        self._job_view = replace(before, view=replace(self._mixture_view, mixing=mixing))
+        try:
+            super().load_state_dict(rest)
+        except BaseException:
+            self._job_view = before
+            raise
+
+    def _resumed(self, rest: Mapping[str, Any], written: Any) -> Mixing:
+        """The mixing of a state, with the weights of this mixture from its position on."""
+        try:
+            state = read_state(rest)
+            if state.fingerprint != self.fingerprint:
+                return self._mixing  # such a state is refused
+            told = MixtureState.from_dict(written, len(self._names))
+            if told.steps != self._steps:
+                raise ValueError(f"it has stop={told.steps} steps, this mixture {self._steps}")
+            stop = self._planned.stop if told.epoch_slots is None else told.epoch_slots
+            found = replace(self._planned, stop=stop, changes=told.changes)
+            if told.plan == self._plan_of_weights:
+                return found
+            slot = found.epoch_start(state.epoch)
+            slot += slots_consumed(state, found.num_slots(state.epoch))
+            return found.resumed(found.change_slot(slot, state.epoch), self._planned)
+        except ValueError as error:
+            raise ConfigError(f"bad state: {error}") from None
+
+    # -- reading -------------------------------------------------------------------------------
+
+    @property
+    def _mixture_view(self) -> MixtureView:
+        view = self._view
+        assert isinstance(view, MixtureView)
+        return view
+
+    @property
+    def _mixing(self) -> Mixing:
+        return self._mixture_view.mixing
+
+
+@dataclass(frozen=True)
+class _NamedSources:
+    """Adds the column with the sources to the batches of an assembler.
+
+    Attributes:
+        assembler: of the sources; None: their converter.
+        names: of the sources.
+        column: the name of the new column; None: none is added.
+    """
+
+    assembler: Callable[[Callable[[Rows], Any]], Assemble] | None
+    names: tuple[str, ...]
+    column: str | None
+    batch_format: BatchFormat
+
+    def __call__(self, convert: Callable[[Rows], Any]) -> Assemble:
+        make = None if self.assembler is None else self.assembler(convert)
+
+        def assemble(rows: Rows, samples: Samples, slots: Sequence[int]) -> Iterator[Any]:
+            batches = [convert(rows)] if make is None else make(rows, samples, slots)
+            if self.column is None:
+                yield from batches
+                return
+            assert samples.sources is not None
+            names = [self.names[source] for source in samples.sources.tolist()]
+            stop = 0
+            for batch, size in zip(batches, slots, strict=True):
+                start, stop = stop, stop + size
+                yield with_column(batch, self.column, names[start:stop], self.batch_format)
+
+        return assemble
+
+
+def _checked_sources(
+    sources: object,
+) -> tuple[dict[str, CacheIterableDataset], dict[str, float]]:
+    """The datasets and their weights, by name."""
+    good = isinstance(sources, Mapping) and all(
+        is_text(name) and name and isinstance(source, tuple) and len(source) == 2
+        and isinstance(source[0], CacheIterableDataset)
+        for name, source in sources.items()
+    )  # fmt: skip
+    if not good or not sources:
+        raise ConfigError(
+            "a mixture takes a dict from name to a CacheIterableDataset and its weight, such as "
+            f'{{"web": (web, 0.7), "code": (code, 0.3)}}, got {sources!r}'
+        )
+    assert isinstance(sources, Mapping)
+    return (
+        {name: dataset for name, (dataset, _) in sources.items()},
+        {name: weight for name, (_, weight) in sources.items()},
+    )
+
+
+def _plan(
+    weights: Mapping[str, float], weights_at: Mapping[int, Mapping[str, float]]
+) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    """Pairs of steps and whole weights, ascending, the first at step 0.
+
+    Raises:
+        ValueError: quotes a bad step or bad weights.
+    """
+    plan = {0: whole_weights(list(weights.values()))}
+    if not isinstance(weights_at, Mapping):
+        raise ValueError(f"weights_at must map steps to weights, got {weights_at!r}")
+    for step, given in weights_at.items():
+        number = checked_integer("a step of weights_at", step, 1, _MAX_STEPS)
+        if not isinstance(given, Mapping) or set(given) != set(weights):
+            raise ValueError(
+                f"weights_at[{step}] must have a weight for each of {', '.join(map(repr, weights))}"
+                f", got {given!r}"
+            )
+        plan[number] = whole_weights([given[name] for name in weights])
+    return tuple(sorted(plan.items()))
+
+
+def _differences(datasets: Mapping[str, CacheIterableDataset]) -> list[str]:
+    """Why the datasets cannot be mixed; empty if they can."""
+    problems = []
+    (name, first), *others = datasets.items()
+    for other_name, other in others:
+        for attribute, argument in _SHARED.items():
+            ours, theirs = getattr(first, attribute), getattr(other, attribute)
+            if ours != theirs:
+                problems.append(
+                    f"the sources must agree on {argument}: {name!r} has {ours!r}, "
+                    f"{other_name!r} has {theirs!r}"
+                )
+        ours, theirs = _columns(first), _columns(other)
+        if ours != theirs:
+            problems.append(
+                "the sources must have the same columns in the same order: "
+                f"{name!r} has {_only(ours, theirs)}, {other_name!r} has {_only(theirs, ours)}: "
+                "give both datasets the same columns=, or cast and rename them in the sql"
+            )
+        if not _same(first._job_view.assembler, other._job_view.assembler):
+            problems.append(f"the sources {name!r} and {other_name!r} make different batches")
+    for name, dataset in datasets.items():
+        if dataset._view.epochs == "any size":
+            problems.append(
+                f"source {name!r} may have another number of samples in each epoch: pack documents "
+                "with cut_documents=True, or without shuffle, and not with weights, per_class or "
+                "epoch_rows"
+            )
+        elif not dataset._view.num_slots(0):
+            problems.append(f"source {name!r} has no rows")
+        if dataset._job_view.lookups is not None:
+            problems.append(f"source {name!r} has codes or join, which a mixture does not read")
+        if dataset._changes_version:
+            argument = "follow='epoch'" if dataset._follows else "wait='first-rows'"
+            problems.append(f"source {name!r} has {argument}: a mixture keeps its versions")
+        if dataset._skipped:
+            problems.append(f"source {name!r} has skip_steps: give it to the mixture")
+    return problems
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two functions do the same, as far as one can see."""
+    if isinstance(one, partial) and isinstance(other, partial):
+        same = (one.func, one.args, one.keywords) == (other.func, other.args, other.keywords)
+        return bool(same)
+    return bool(one == other)
+
+
+def _columns(dataset: CacheIterableDataset) -> list[str]:
+    """Names, types and types at the source of what is read."""
+    columns = []
+    for field in dataset._layout.logical:
+        source_type = (field.metadata or {}).get(b"cache.source_type", b"").decode()
+        columns.append(f"{field.name!r} {source_type or field.type}")
+    return columns
+
+
+def _only(columns: list[str], others: list[str]) -> str:
+    """Those columns that the others lack; all if only the order differs."""
+    return ", ".join([each for each in columns if each not in others]) or (
+        "no others" if len(columns) < len(others) else ", ".join(columns)
+    )

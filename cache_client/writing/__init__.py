@@ -1,0 +1,1 @@
+"""Rows -> nodes, or a Parquet file."""

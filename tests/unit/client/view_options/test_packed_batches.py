@@ -1,0 +1,191 @@
+"""Packed batches are those of a loop over sequences, documents and tokens."""
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cache_client.reading import rows as reading_rows
+from cache_client.view_options import packed_batches
+from cache_client.views import packing, shared_array
+from cache_client.views import view as views_view
+from cache_protocol.errors import RequestError
+from cache_protocol.storage.layout import Layout
+
+
+def rows_of(*columns, row_ids, tokens_type=None):
+    """Rows with list columns: name, list of lists."""
+    chosen = [
+        (name, pa.array([lists[row] for row in row_ids], type_ or pa.list_(pa.int32())))
+        for name, lists, type_ in columns
+    ]
+    layout = Layout(pa.schema([pa.field(name, array.type) for name, array in chosen]))
+    arrays = {layout.place(name)[0]: array for name, array in chosen}
+    return reading_rows.Rows(layout, {}, arrays, len(row_ids))
+
+
+def reference(documents, masks, slots, *, length, pad, cut, order):
+    """The batch by loops; `documents` by row, `order` of rows."""
+    stream, sequences = [(row, i) for row in order for i in range(len(documents[row]))], [[]]
+    if cut:
+        sequences = [stream[at : at + length] for at in range(0, len(stream), length)]
+    else:
+        for row in order:
+            places = [(row, i) for i in range(len(documents[row]))]
+            for at in range(0, len(places), length):
+                if len(sequences[-1]) + len(places[at : at + length]) > length:
+                    sequences.append([])
+                sequences[-1] += places[at : at + length]
+    batch = {name: [] for name in ("tokens", "position_ids", "document_ids", "labels")}
+    cu_seqlens = []
+    for number, slot in enumerate(slots):
+        tokens, positions, numbers, labels, last = [], [], [], [], None
+        for row, i in sequences[slot]:
+            begins = row != last
+            last = row
+            if begins:
+                cu_seqlens.append(number * length + len(tokens))
+            numbers.append(0 if not numbers else numbers[-1] + begins)
+            positions.append(0 if begins else positions[-1] + 1)
+            tokens.append(documents[row][i])
+            labels.append(documents[row][i] if masks[row][i] and not begins else -100)
+        missing = length - len(tokens)
+        if missing:
+            cu_seqlens.append(number * length + len(tokens))
+        batch["tokens"].append(tokens + [pad] * missing)
+        batch["position_ids"].append(positions + list(range(missing)))
+        batch["document_ids"].append(numbers + [-1] * missing)
+        batch["labels"].append(labels + [-100] * missing)
+    return batch, [*cu_seqlens, len(slots) * length]
+
+
+@given(
+    lengths=st.lists(st.integers(0, 20), min_size=1, max_size=25).filter(any),
+    length=st.integers(1, 12),
+    cut=st.booleans(),
+    large=st.booleans(),
+    seed=st.integers(0, 9),
+    data=st.data(),
+)
+@settings(max_examples=40)
+def test_a_batch_is_that_of_loops(lengths, length, cut, large, seed, data):
+    rng = np.random.default_rng(seed)
+    documents = [rng.integers(0, 999, n).tolist() for n in lengths]
+    masks = [(rng.integers(0, 2, n) > 0).tolist() for n in lengths]
+    shuffle = views_view.Shuffle(True, None, seed)
+    view = packing.PackingView(
+        views_view.PlainView(len(lengths)),
+        shared_array.SharedArray(np.array(lengths, np.uint16)),
+        length,
+        cut,
+        shuffle,
+    )
+    num_slots = view.num_slots(0)
+    start = data.draw(st.integers(0, num_slots - 1))
+    slots = list(range(start, data.draw(st.integers(start + 1, num_slots))))
+    if data.draw(st.booleans()):
+        slots += [0]  # as `pad_mask` repeats it
+    samples = view.samples(np.array(slots), 0).shared([len(slots)])
+    kind = pa.large_list(pa.uint16()) if large else pa.list_(pa.int32())
+    bools = pa.list_(pa.bool_())
+    if large:
+        bools, masks = pa.list_(pa.uint8()), [[int(each) for each in mask] for mask in masks]
+    rows = rows_of(
+        ("tokens", documents, kind), ("mask", masks, bools), row_ids=samples.row_ids.tolist()
+    )
+    assemble = packed_batches.PackedAssembler(
+        "tokens", length, 7, packed_batches.PACK_OUTPUTS, "torch", label_mask="mask"
+    )
+    (batch,) = assemble(rows, samples.slots(0, len(slots)), [len(slots)])
+    order = shuffle.order(view.inner, 0).row_ids(np.arange(len(lengths))).tolist()
+    expected, cu_seqlens = reference(
+        documents, masks, slots, length=length, pad=7, cut=cut, order=order
+    )
+    assert set(batch) == {"tokens", *packed_batches.PACK_OUTPUTS, "max_seqlen"}
+    for name, values in expected.items():
+        assert batch[name].tolist() == values, name
+    assert batch["cu_seqlens"].tolist() == cu_seqlens
+    assert batch["max_seqlen"] == max(np.diff(cu_seqlens))
+    assert batch["tokens"].dtype == batch["labels"].dtype == torch.int64
+    assert batch["cu_seqlens"].dtype == torch.int32
+
+
+def assembled(*columns, **options):
+    view = packing.PackingView(
+        views_view.PlainView(3),
+        shared_array.SharedArray(np.array([3, 0, 2], np.uint16)),
+        4,
+        True,
+        views_view.Shuffle(False),
+    )
+    samples = view.samples(np.arange(view.num_slots(0)), 0).shared([2])
+    rows = rows_of(*columns, row_ids=samples.row_ids.tolist())
+    make = packed_batches.PackedAssembler("tokens", 4, 0, ("labels",), "numpy", **options)
+    (batch,) = make(rows, samples, [2])
+    return batch
+
+
+def test_labels_may_be_a_column():
+    batch = assembled(
+        ("tokens", [[1, 2, 3], None, [4, 5]], None),
+        ("labels_of", [[-100, 8, 9], None, [7, 6]], None),
+        label_column="labels_of",
+    )
+    assert batch["tokens"].tolist() == [[1, 2, 3, 4], [5, 0, 0, 0]]
+    assert batch["labels"].tolist() == [[-100, 8, 9, -100], [-100] * 4]
+
+
+def test_labels_of_another_length_are_refused():
+    with pytest.raises(RequestError, match=r"column 'mask' has 1 values beside 2 tokens"):
+        assembled(
+            ("tokens", [[1, 2, 3], None, [4, 5]], None),
+            ("mask", [[1, 0, 1], None, [1]], None),
+            label_mask="mask",
+        )
+
+
+def test_a_null_token_is_refused():
+    with pytest.raises(RequestError, match=r"column 'tokens' has a null in a list"):
+        assembled(("tokens", [[1, None, 3], None, [4, 5]], None))
+
+
+def test_fixed_size_lists_are_documents_of_one_length():
+    layout = Layout(pa.schema([("tokens", pa.list_(pa.int32(), 3))]))
+    view = packing.PackingView(
+        views_view.PlainView(4),
+        shared_array.SharedArray(np.array([3] * 4, np.uint16)),
+        4,
+        True,
+        views_view.Shuffle(False),
+    )
+    samples = view.samples(np.arange(3), 0).shared([3])
+    matrix = np.arange(12, dtype=np.int32).reshape(4, 3)
+    rows = reading_rows.Rows(layout, {0: matrix}, {}, 4)
+    batches = packed_batches.PackedAssembler("tokens", 4, 0, (), "numpy")(rows, samples, [1, 2])
+    assert (
+        np.concatenate([batch["tokens"] for batch in batches]).tolist()
+        == np.arange(12).reshape(3, 4).tolist()
+    )
+
+
+def test_steps_that_are_made_at_once_are_those_made_alone():
+    lengths = [5, 0, 9, 3, 14, 2]
+    documents = [list(range(10 * row, 10 * row + n)) for row, n in enumerate(lengths)]
+    numbers = shared_array.SharedArray(np.array(lengths, np.uint16))
+    view = packing.PackingView(
+        views_view.PlainView(6), numbers, 4, True, views_view.Shuffle(True, None, 1)
+    )
+    sizes = [2, 2, 2, 2, 1]
+    samples = view.samples(np.arange(9), 0).shared(sizes)
+    rows = rows_of(("tokens", documents, None), row_ids=samples.row_ids.tolist())
+    assemble = packed_batches.PackedAssembler("tokens", 4, 0, packed_batches.PACK_OUTPUTS, "numpy")
+    together = assemble(rows, samples.slots(0, 9), sizes)
+    at = slot = 0
+    for batch, size, count in zip(together, sizes, samples.rows_of_steps(sizes), strict=True):
+        own = rows.slice(at, at + count), samples.slots(slot, slot + size)
+        (alone,) = assemble(*own, [size])
+        for name, values in alone.items():
+            assert np.array_equal(batch[name], values), name
+        at, slot = at + count, slot + size
