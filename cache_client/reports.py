@@ -20,7 +20,12 @@ from cache_client.connections import Connection, ConnectionClosedError
 from cache_client.load_log import UNKNOWN_ROWS
 from cache_client.passes import Pass
 from cache_client.stats import ReadStats
-from cache_protocol.errors import CacheError, NodeUnavailableError
+from cache_protocol.errors import (
+    CacheError,
+    DatasetNotFoundError,
+    NodeUnavailableError,
+    NotReadyError,
+)
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.wire.credentials import NO_CREDENTIALS, Credentials
 
@@ -177,6 +182,9 @@ class Reporter:
                 if self._connection is not None:
                     self._connection.close()
                 self._locations.append(self._locations.pop(0))
+            except (NotReadyError, DatasetNotFoundError) as refusal:
+                error = refusal  # a later report may be taken: the dataset may come back
+                break
             except CacheError as refusal:
                 # A node of an earlier release, or a refused name: the next report would be, too.
                 self._refused = True
