@@ -13,6 +13,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -90,7 +91,8 @@ class Callbacks:
         request = health_pb2.HealthCheckRequest(service=service)
         with open_channel(location, self._credentials) as channel:
             try:
-                answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=_TIMEOUT_S)
+                stub: Any = health_pb2_grpc.HealthStub(channel)
+                answer = stub.Check(request, timeout=_TIMEOUT_S)
             except grpc.RpcError as error:
                 if error.code() is grpc.StatusCode.NOT_FOUND:
                     return "another node answers"
