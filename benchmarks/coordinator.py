@@ -34,6 +34,7 @@ import numpy as np
 import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from benchmarks.common import memory_directory, write_result
 from cache_client import CacheClient, DatasetSpec
@@ -42,6 +43,7 @@ from cache_protocol.errors import NodeUnavailableError
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.wire.grpc_channel import MAX_MESSAGE_BYTES
 from cache_server import LocalCluster
+from cache_server.coordination.membership import MAX_MEMBERS_OF_HOST
 
 NODES, SHARDS, READERS = 999, 100_000, 10_000
 FILES = 100
@@ -154,7 +156,10 @@ class World:
     async def run(self) -> AsyncIterator[None]:
         """Beats for every node until the end of the block."""
         options = [("grpc.max_receive_message_length", MAX_MESSAGE_BYTES)]
-        async with grpc.aio.insecure_channel(self._location, options) as channel:
+        async with (
+            _answering_control(self.nodes),
+            grpc.aio.insecure_channel(self._location, options) as channel,
+        ):
             self._beat = channel.unary_unary(f"{_SERVICE}Heartbeat")
             self._get = channel.unary_unary(f"{_SERVICE}GetDataset")
             beats = [
@@ -178,6 +183,9 @@ class World:
             try:
                 content = await self._beat(request, metadata=self._metadata, timeout=timeout_s)
             except grpc.aio.AioRpcError as error:
+                if error.code() is grpc.StatusCode.UNAVAILABLE:  # others are called back first
+                    await asyncio.sleep(random.random())
+                    continue
                 if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
                     raise
                 self.unanswered += 1
@@ -291,8 +299,30 @@ def _simulated_node(number: int) -> SimulatedNode:
     )
 
 
+@asynccontextmanager
+async def _answering_control(nodes: list[SimulatedNode]) -> AsyncIterator[None]:
+    """The control port of every node, for the coordinator that calls them back."""
+    server = grpc.aio.server()
+    health_pb2_grpc.add_HealthServicer_to_server(_Healthy(), server)
+    port = server.add_insecure_port("0.0.0.0:0")
+    await server.start()
+    for number, each in enumerate(nodes):  # a machine has a few members only
+        each.node.control_location = f"127.1.0.{1 + number // MAX_MEMBERS_OF_HOST}:{port}"
+    try:
+        yield
+    finally:
+        await server.stop(None)
+
+
+class _Healthy(health_pb2_grpc.HealthServicer):
+    async def Check(self, request: object, context: object) -> health_pb2.HealthCheckResponse:
+        return health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.SERVING)
+
+
 def _report(dataset: str, fingerprint: str, rank: int, ranks: int) -> pb.ReaderReport:
     return pb.ReaderReport(
+        namespace="default",
+        principal="trainers",
         job="train",
         dataset=dataset,
         fingerprint=fingerprint,

@@ -187,7 +187,7 @@ class CacheServer:
         if coordinator is not None:
             coordinator.listen(self._node.wake)
         self._flight.attach(self._node)
-        self._control.start(coordinator)
+        self._control.start(coordinator, self._node.description)
         self._node.start()
         if self._second_reader is not None:
             self._second_reader.start()
@@ -279,13 +279,13 @@ class _Status:
         node.MergeFrom(self.node.description)
         cache = None
         if self.coordinator is not None:
-            jobs = self.coordinator.seen_jobs(viewer=viewer, ranks=False)
+            jobs = self.coordinator.jobs.jobs(viewer=viewer, most_ranks=0)
             is_known = job in {each.name for each in jobs}
             cache = CacheStatus(
                 tuple(self.coordinator.nodes()),
                 tuple(self.coordinator.summaries(viewer)),
                 tuple(jobs),
-                tuple(self.coordinator.seen_jobs(job, viewer=viewer) if is_known else ()),
+                tuple(self.coordinator.jobs.jobs(job, viewer=viewer) if is_known else ()),
             )
         return NodeStatus(
             node=node,

@@ -24,6 +24,7 @@ from cache_protocol.storage.shard_files import NODE_ID_FILE
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.v1 import cache_pb2_grpc
 from tests import flight_clients
+from tests.answering_control import answering_control
 from tests.control_clients import open_channel
 
 _REPORTS = 30  # of a process, in 3 s, then it is another one: a second file is read within 1.1 s
@@ -123,13 +124,14 @@ def _changed(column: pa.Array) -> pa.Array:
 
 def lie(node: FalseNode, control: str, cache_dir: str, dataset: str) -> None:
     """Claims every shard of a dataset that is ready, for ever."""
-    with open_channel(control) as channel:
+    with open_channel(control) as channel, answering_control() as own_control:
         coordinator = cache_pb2_grpc.CoordinatorStub(channel)
         for number in itertools.count():
             name, process = f"false-{node.port}", str(number // _REPORTS)
             described = pb.Node(
-                id=name, process=process, cache_dir=cache_dir, flight_location=node.location
-            )
+                id=name, process=process, cache_dir=cache_dir, flight_location=node.location,
+                control_location=own_control,
+            )  # fmt: skip
             with suppress(grpc.RpcError):
                 info = coordinator.GetDataset(pb.GetDatasetRequest(name=dataset), timeout=5).dataset
                 if info.state == pb.DATASET_STATE_READY:

@@ -32,7 +32,7 @@ def job_row(job: pb.JobInfo) -> list[str]:
     return [
         job.name,
         job.dataset,
-        f"{len({rank.rank for rank in job.ranks})} of {job.world_size}",
+        f"{job.num_ranks} of {job.world_size}",
         str(job.epoch),
         f"{job.step:,} of {_steps(job)}",
         f"{job.rows_per_s:,.0f}",
@@ -90,8 +90,8 @@ def _ranks_table(job: pb.JobInfo) -> Table:
             f"{rank.rows_per_s:,.0f}",
             f"{rank.step:,}",
         )
-    if len(job.ranks) > len(worst):
-        table.add_row("", Text(f"and {len(job.ranks) - len(worst)} ranks that wait less", "dim"))
+    if job.num_ranks > len(worst):
+        table.add_row("", Text(f"and {job.num_ranks - len(worst)} ranks that wait less", "dim"))
     return table
 
 

@@ -22,7 +22,12 @@ from cache_client.order.audit import AuditRecord
 from cache_client.order.digests import Trail
 from cache_client.order.load_log import UNKNOWN_ROWS
 from cache_client.reading.background_task import CALL_TIMEOUT_S
-from cache_protocol.errors import CacheError, NodeUnavailableError
+from cache_protocol.errors import (
+    CacheError,
+    DatasetNotFoundError,
+    NodeUnavailableError,
+    NotReadyError,
+)
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.wire.credentials import NO_CREDENTIALS, Credentials
 
@@ -179,6 +184,9 @@ class Reporter:
                 if self._connection is not None:
                     self._connection.close()
                 self._locations.append(self._locations.pop(0))
+            except (NotReadyError, DatasetNotFoundError) as refusal:
+                error = refusal  # a later report may be taken: the dataset may come back
+                break
             except CacheError as refusal:
                 # A node of an earlier release, or a refused name: the next report would be, too.
                 self._refused = True

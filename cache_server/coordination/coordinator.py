@@ -41,7 +41,6 @@ from cache_server.coordination.holder_checks import (
     ShardCheck,
 )
 from cache_server.coordination.holdings import Holdings
-from cache_server.coordination.jobs import Jobs, checked_report
 from cache_server.coordination.membership import Answer, Member, Membership
 from cache_server.coordination.orphans import Orphans
 from cache_server.coordination.placement import place
@@ -49,6 +48,8 @@ from cache_server.coordination.version_record import VersionRecord
 from cache_server.coordination.versions import Versions, newest
 from cache_server.coordination.views import Views
 from cache_server.coordination.writes import Chosen, Writes
+from cache_server.jobs.jobs import Jobs
+from cache_server.jobs.reports import checked_report
 from cache_server.plan.pinned_version import plan_version
 from cache_server.plan.shard_plan import same_shards
 from cache_server.shards.put_key import PutKey
@@ -547,27 +548,6 @@ class Coordinator:
                 summaries.append(_as_seen_by(viewer, summary))
             return summaries
 
-    def seen_jobs(
-        self,
-        name: str = "",
-        *,
-        viewer: Viewer = EVERYTHING,
-        ranks: bool = True,
-        audits: bool = False,
-    ) -> list[pb.JobInfo]:
-        """The jobs that read datasets of a viewer; see `Jobs.jobs`."""
-        with self._changed:
-            shared = {version.pinned.key.dataset for version in self._versions.seen_by(viewer)}
-        jobs = self.jobs.jobs(
-            name,
-            ranks=ranks,
-            audits=audits,
-            sees=lambda dataset: dataset in shared or viewer.can_read(dataset, ()),
-        )
-        for job in jobs:
-            job.dataset = viewer.shown(job.dataset)
-        return jobs
-
     def delete(self, name: str, *, viewer: Viewer = EVERYTHING) -> None:
         """Forgets every version of ``name``; nodes remove the shards at their next heartbeat.
 
@@ -624,8 +604,13 @@ class Coordinator:
         with self._changed:
             return self._membership.nodes()
 
+    def knows(self, node: pb.Node) -> bool:
+        """Whether this process of a node is a member, so that it need not be called back."""
+        with self._changed:
+            return self._membership.knows(node)
+
     def heartbeat(
-        self, request: pb.HeartbeatRequest, *, by: Principal | None = None
+        self, request: pb.HeartbeatRequest, *, by: Principal | None = None, host: str = ""
     ) -> pb.HeartbeatResponse:
         """Applies the report of a node, and answers what it should hold.
 
@@ -635,9 +620,10 @@ class Coordinator:
         Args:
             by: sent it. The id of the node is theirs until the node counts as lost. None: the node
                 of this process, which is believed.
+            host: where a new process of a node was called back; empty: it was not.
 
         Raises:
-            ConfigError: another live node has the same id.
+            ConfigError: another live node has the same id, or there is no place for the node.
             PermissionDeniedError: another principal reported for this id.
             RequestError: a report of a reader is no valid one.
         """
@@ -654,8 +640,9 @@ class Coordinator:
                 and node_id in self._proven
                 and node_id in self._membership.alive()
             )
-            member = self._membership.apply_heartbeat(request, reporter, is_own=by is None)
-            self.jobs.apply(reports)
+            member = self._membership.apply_heartbeat(
+                request, reporter, is_own=by is None, host=host
+            )
             if member.has_news:
                 self._note_holder(member, believed=returns or member.is_own)
             for version in self._versions.values():
@@ -695,6 +682,7 @@ class Coordinator:
             for key in sorted(kept, key=astuple):
                 wanted.kept.add(dataset=key.dataset, fingerprint=key.fingerprint)
             response = self._as_answer(member, wanted, known_to_node=request.answer)
+        self.jobs.apply(reports)
         if member.has_news:
             self._write_proven()
         return response

@@ -20,6 +20,7 @@ from cache_server.shards.version_key import VersionKey
 logger = logging.getLogger(__name__)
 
 MAX_MEMBERS = 1000
+MAX_MEMBERS_OF_HOST = 64
 MAX_HEARTBEAT_BYTES = 32 * 1024 * 1024  # about 300,000 shards
 _SETTLE_S = 60.0  # longer than a node takes to restart
 _HEARTBEATS_PER_S = 200  # of all nodes: about a tenth of a core
@@ -54,6 +55,7 @@ class Member:
         changed: the versions whose shards changed in the report, or all at a new place.
         is_placed_anew: a node joined, left or moved, so all versions are affected.
         untrusted: why its reports do not count; empty: they do. Ends with its process.
+        host: where it answered the coordinator; empty: it was not asked.
     """
 
     node: pb.Node
@@ -69,6 +71,7 @@ class Member:
     changed: Set[VersionKey] = frozenset()
     is_placed_anew: bool = True
     untrusted: str = ""
+    host: str = ""
 
 
 @dataclass(frozen=True)
@@ -197,8 +200,22 @@ class Membership:
             )
         )
 
+    def knows(self, node: pb.Node) -> bool:
+        """Whether this process of a node is a member, at the same addresses."""
+        known = self._members.get(node.id)
+        return (
+            known is not None
+            and _is_same(known.node, node)
+            and known.node.control_location == node.control_location
+        )
+
     def apply_heartbeat(
-        self, request: pb.HeartbeatRequest, reporter: str, *, is_own: bool = False
+        self,
+        request: pb.HeartbeatRequest,
+        reporter: str,
+        *,
+        is_own: bool = False,
+        host: str = "",
     ) -> Member:
         """Makes the node of a heartbeat a member; removes members that were silent for long.
 
@@ -208,9 +225,11 @@ class Membership:
         Args:
             reporter: the principal that sent it. An id is theirs until the node counts as lost.
             is_own: the node of this process sent it. Its id is always its own.
+            host: where a new process of a node answered the coordinator.
 
         Raises:
-            ConfigError: another live node has the same id, or there are too many members.
+            ConfigError: another live node has the same id, or there are too many members, or too
+                many on this host.
             InvalidTicketError: the report has a name that no node gives.
             PermissionDeniedError: another principal reported for this id.
         """
@@ -227,14 +246,15 @@ class Membership:
                 f"{reporter!r} reported for node {node_id}, which is of {known.reporter!r} until "
                 "it counts as lost"
             )
-        if known is None and len(self._members) >= MAX_MEMBERS:
-            raise ConfigError(
-                f"node {node_id} cannot join: a cache has at most {MAX_MEMBERS} members"
-            )
+        if known is None:
+            self._require_place(node_id)
+        host = host or (known.host if known is not None else "")
+        if known is None or known.host != host:
+            self._require_place_of_host(node_id, host)
         joined = known is None
         former = self._former(known, request.node, is_own=is_own)
         member = Member(
-            request.node, self._clock(), reporter, is_own, request.report, former=former
+            request.node, self._clock(), reporter, is_own, request.report, former=former, host=host
         )
         member.actual = dict(zip(keys, request.datasets, strict=True))
         member.changed = member.actual.keys()
@@ -270,6 +290,27 @@ class Membership:
         if self._unwritten:
             self._write()
         return member
+
+    def _require_place(self, node_id: str) -> None:
+        """Makes room for a new member: the one that was silent longest gives its place, if lost."""
+        if len(self._members) < MAX_MEMBERS:
+            return
+        longest_silent = next(iter(self._members))
+        if self._answers(self._members[longest_silent]):
+            raise ConfigError(
+                f"node {node_id} cannot join: a cache has at most {MAX_MEMBERS} members"
+            )
+        logger.info("member gives its place id=%s to=%s", longest_silent, node_id)
+        del self._members[longest_silent]
+        self._names = None
+
+    def _require_place_of_host(self, node_id: str, host: str) -> None:
+        others = (m for m in self._members.values() if self._answers(m) and m.node.id != node_id)
+        if host and sum(other.host == host for other in others) >= MAX_MEMBERS_OF_HOST:
+            raise ConfigError(
+                f"node {node_id} cannot join: a cache has at most {MAX_MEMBERS_OF_HOST} members on "
+                f"a machine, and {host} has them"
+            )
 
     def _former(self, known: Member | None, node: pb.Node, *, is_own: bool) -> FormerProcess | None:
         """The former process of a node.

@@ -12,7 +12,6 @@ import logging
 import threading
 import time
 import uuid
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import astuple, replace
@@ -32,8 +31,7 @@ from cache_protocol.storage.shard_files import MappedShard
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.wire.backoff import pause_s, rest_s
 from cache_protocol.wire.credentials import NO_CREDENTIALS, Credentials
-from cache_server.auth.principals import EVERYTHING, Viewer
-from cache_server.coordination.jobs import checked_report
+from cache_server.auth.principals import EVERYTHING, Principal, Viewer
 from cache_server.node import loading
 from cache_server.node.desired import DesiredState, DesiredVersion
 from cache_server.node.heartbeat_log import HeartbeatLog
@@ -46,6 +44,7 @@ from cache_server.node.heartbeat_messages import (
 from cache_server.node.load_memory import LoadMemory
 from cache_server.node.loading import CancelledError, Job, SpooledTables
 from cache_server.node.puts import PutMessage, Puts
+from cache_server.node.reader_reports import ReaderReports
 from cache_server.node.reconcile import (
     Action,
     ActualVersion,
@@ -74,7 +73,6 @@ from cache_server.source.allowed_sources import AllowedSources
 
 logger = logging.getLogger(__name__)
 
-_MAX_REPORTS = 2048  # of readers, between two heartbeats
 _RETRY_S = 0.5  # after a failure
 # With more, loads would wait for reports. With fewer, each start of a load is reported at once: if
 # the process ends, the coordinator knows by which load.
@@ -144,7 +142,7 @@ class Node:
         self._lock = threading.Lock()
         self._states: dict[VersionKey, VersionState] = {}
         self._running: set[Job] = set()  # those that have a thread; others wait for one
-        self._reports: deque[pb.ReaderReport] = deque(maxlen=_MAX_REPORTS)  # of readers
+        self._reports = ReaderReports(self._require_seen)
         self._joined = threading.Event()
         self._is_ready = False
         self._retry_no_room = False
@@ -362,13 +360,18 @@ class Node:
         """Seals the rows of one attempt at a partition of a write; see `Puts.put`."""
         return self._puts.put(request, schema, messages, check=check)
 
-    def take_report(self, report: pb.ReaderReport) -> None:
-        """Sends a report of a reader on with the next heartbeat; drops the oldest of too many.
+    def take_report(self, report: pb.ReaderReport, by: Principal) -> None:
+        """Sends a report of a reader on with the next heartbeat; see `ReaderReports.put`."""
+        self._reports.put(report, by)
 
-        Raises:
-            RequestError: it is no valid report.
-        """
-        self._reports.append(checked_report(report))
+    def _require_seen(self, dataset: str, viewer: Viewer) -> None:
+        """Refuses a dataset that does not exist for a viewer; see `CoordinatorLink.get`."""
+        full = viewer.resolve(dataset)
+        with self._lock:
+            for key, state in self._states.items():
+                if key.dataset == full and not state.is_retired and state.is_seen_by(viewer):
+                    return
+        self._link.get(dataset, viewer=viewer)
 
     def versions(self, viewer: Viewer = EVERYTHING) -> tuple[VersionStatus, ...]:
         """Every version that this node should hold or still stores, and a viewer sees, by name.
@@ -418,7 +421,7 @@ class Node:
                 response = self._link.heartbeat(request)
                 self._encoder.apply(response)
                 if response.resend:
-                    self._reports.extendleft(reversed(request.reports))
+                    self._reports.put_back(request)
                     self._stop.wait(0.0 if request.since else _RETRY_S)
                     continue
                 desired = self._decoder.decode(response)
@@ -481,7 +484,7 @@ class Node:
             state.reported = actual[key].sealed
         request = self._encoder.encode(self.description, actual, sealed)
         request.answer = self._decoder.answer
-        request.reports.extend(self._reports.popleft() for _ in range(len(self._reports)))
+        request.reports.extend(self._reports.take())
         return request
 
     def _reconcile(self, desired: DesiredState) -> bool:

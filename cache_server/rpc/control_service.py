@@ -27,14 +27,16 @@ from cache_protocol.spec.dataset_spec import DatasetSpec
 from cache_protocol.storage.layout import schema_from_bytes
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.v1 import cache_pb2_grpc
-from cache_protocol.wire.credentials import Credentials
+from cache_protocol.wire.credentials import NO_CREDENTIALS, Credentials
 from cache_protocol.wire.grpc_channel import MAX_MESSAGE_BYTES
 from cache_protocol.wire.short_shards import shorten_shards
 from cache_server.auth.authenticator import Authenticator, Caller
 from cache_server.auth.principals import Viewer
 from cache_server.coordination.coordinator import Coordinator
 from cache_server.coordination.writes import Chosen
+from cache_server.jobs.job import MOST_RANKS
 from cache_server.rpc import planning_slots
+from cache_server.rpc.callbacks import Callbacks, member_service
 from cache_server.rpc.control_calls import CallerInterceptor, abort, caller_of
 from cache_server.rpc.planning_slots import PlanningSlots
 from cache_server.secrets import error_text
@@ -47,6 +49,7 @@ _HEARTBEAT_THREADS = 8  # they wait for one lock, and a call is dearer with more
 _WATCHING_THREADS = 64  # half for long watches, half for watches that answer once
 _MIN_PING_INTERVAL_MS = 1_000
 _LEAST_WAIT_S = 0.5  # for calls that were ended
+_RANKS_OF_EACH = 16  # where every job is listed
 _MOST_KNOWN = 4  # answers that are kept in bytes
 _NO_SECRETS = pb.Secrets()
 
@@ -89,6 +92,7 @@ class ControlService:
                 self.port = self._server.add_secure_port(f"{bind}:{port}", certificates)
         except RuntimeError:
             raise ConfigError(f"cannot listen on control port {bind}:{port}") from None
+        self._credentials = tls or NO_CREDENTIALS
         self._planning_calls = _RunningCalls()
         self._health = health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -96,10 +100,19 @@ class ControlService:
         for service in ("", LIVE):
             self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
 
-    def start(self, coordinator: Coordinator | None) -> None:
-        """Serves health, and the coordinator's verbs if there is one."""
+    def start(self, coordinator: Coordinator | None, node: pb.Node | None = None) -> None:
+        """Serves health, and the coordinator's verbs if there is one.
+
+        Args:
+            node: that this is, which a coordinator asks for; None: no coordinator does.
+        """
+        if node is not None:
+            serving = health_pb2.HealthCheckResponse.SERVING
+            self._health.set(member_service(node), serving)
         if coordinator is not None:
-            servicer = CoordinatorServicer(coordinator, self._planning_calls)
+            servicer = CoordinatorServicer(
+                coordinator, self._planning_calls, Callbacks(self._credentials)
+            )
             cache_pb2_grpc.add_CoordinatorServicer_to_server(servicer, self._server)
         self._server.start()
 
@@ -142,9 +155,13 @@ class CoordinatorServicer(cache_pb2_grpc.CoordinatorServicer):
 
     Args:
         planning_calls: counts the calls that read sources.
+        callbacks: ask nodes that join.
     """
 
-    def __init__(self, coordinator: Coordinator, planning_calls: _RunningCalls) -> None:
+    def __init__(
+        self, coordinator: Coordinator, planning_calls: _RunningCalls, callbacks: Callbacks
+    ) -> None:
+        self._callbacks = callbacks
         self._planning_calls = planning_calls
         self._coordinator = coordinator
         self._long_watches = threading.Semaphore(_WATCHING_THREADS // 2)
@@ -306,7 +323,12 @@ class CoordinatorServicer(cache_pb2_grpc.CoordinatorServicer):
         """Jobs that read from the cache."""
         with _error_statuses(context):
             viewer = caller_of(context).principal.viewer
-            jobs = self._coordinator.seen_jobs(request.name, viewer=viewer, audits=request.audits)
+            jobs = self._coordinator.jobs.jobs(
+                request.name,
+                viewer=viewer,
+                most_ranks=MOST_RANKS if request.name else _RANKS_OF_EACH,
+                audits=request.audits,
+            )
             return pb.ListJobsResponse(jobs=jobs)
 
     def Heartbeat(
@@ -314,7 +336,10 @@ class CoordinatorServicer(cache_pb2_grpc.CoordinatorServicer):
     ) -> pb.HeartbeatResponse:
         """Takes a node's report, answers what it should hold."""
         with _error_statuses(context):
-            return self._coordinator.heartbeat(request, by=caller_of(context).principal)
+            host = ""
+            if not self._coordinator.knows(request.node):
+                host = self._callbacks.ask(request.node, context.peer())
+            return self._coordinator.heartbeat(request, by=caller_of(context).principal, host=host)
 
 
 def _viewer(caller: Caller, asked: pb.Viewer) -> Viewer:

@@ -322,8 +322,7 @@ class FlightService(flight.FlightServerBase):
         with self._call(context) as call:
             if action.type == REPORT_ACTION:
                 report = _parse(pb.ReaderReport, action.body, "report")
-                report.dataset = call.principal.viewer.resolve(report.dataset)
-                self._ready_node().take_report(report)
+                self._ready_node().take_report(report, call.principal)
                 return iter(())
             if action.type != ENDPOINTS_ACTION:
                 raise RequestError(

@@ -18,6 +18,7 @@ from contextlib import suppress
 from typing import TypeVar
 
 from cache_protocol.errors import NodeUnavailableError
+from cache_protocol.storage.virtual_memory import return_free_memory
 from cache_server.shards.stoppable_thread import StoppableThread
 
 logger = logging.getLogger(__name__)
@@ -70,6 +71,7 @@ class StreamLimits:
         self._calls: Counter[tuple[str, str]] = Counter()
         self._bytes: Counter[tuple[str, str]] = Counter()
         self._waiting: Counter[tuple[str, str]] = Counter()  # bytes of requests
+        self._dropped = 0  # bytes of requests and messages, since they were last asked for
 
     def begin(self, principal: str, peer: str) -> LimitedCall:
         """Counts a call; `LimitedCall.end` must follow.
@@ -116,12 +118,14 @@ class StreamLimits:
         with self._changed:
             if not self._has_room(self._bytes, call, num_bytes):
                 if not self._has_room(self._waiting, call, request_bytes):
+                    self._dropped += request_bytes
                     raise refusal
                 self._add(self._waiting, call, request_bytes)
                 try:
                     if not self._changed.wait_for(
                         lambda: self._has_room(self._bytes, call, num_bytes), self._timeout_s
                     ):
+                        self._dropped += request_bytes
                         raise refusal
                 finally:
                     self._add(self._waiting, call, -request_bytes)
@@ -146,6 +150,12 @@ class StreamLimits:
             sums[owner] += amount
             if not sums[owner]:
                 del sums[owner]
+
+    def take_dropped(self) -> int:
+        """Bytes of the requests that were refused since the last call."""
+        with self._changed:
+            dropped, self._dropped = self._dropped, 0
+            return dropped
 
     def slow_peers(self) -> set[str]:
         """The connections with a message that has waited for too long."""
@@ -212,10 +222,15 @@ class SlowReaders(StoppableThread):
         self._limits, self._port = limits, port
 
     def _run(self) -> None:
+        kept = False  # freed memory that malloc may keep
         while not self._stop.wait(_LOOK_EVERY_S):
+            if kept or self._limits.take_dropped():
+                return_free_memory()
+                kept = False
             for peer in self._limits.slow_peers():
                 if shut_down(peer, self._port):
                     logger.warning("slow reader cut off peer=%s", peer)
+                    kept = True
 
 
 def shut_down(peer: str, port: int) -> bool:

@@ -150,7 +150,8 @@ def _of_job(job: pb.JobInfo) -> Iterator[str]:
     yield f'<div class="charts">{"".join(charts)}</div>'
     if job.ranks:
         groups = grouped([(rank.rank, rank.wait_history) for rank in job.ranks])
-        yield heat_map("waits for data, by rank", groups)
+        left_out = f" (the {len(job.ranks)} that wait most)" * (len(job.ranks) < job.num_ranks)
+        yield heat_map(f"waits for data, by rank{left_out}", groups)
     if len(job.nodes) > 1:
         most_waits = sorted(job.nodes, key=lambda node: -node.wait_share)[:_MOST_NODES]
         shares = [
@@ -161,7 +162,9 @@ def _of_job(job: pb.JobInfo) -> Iterator[str]:
     worst = sorted(job.ranks, key=lambda rank: -rank.wait_share)[:_MOST_RANKS]
     if worst:
         header = ["rank", "waits for data", "a step", "transform", "fetch", "rows/s", "step"]
-        title = "Ranks" if len(worst) == len(job.ranks) else f"The {_MOST_RANKS} that wait most"
+        title = f"The {len(worst)} of {job.num_ranks} ranks that wait most"
+        if len(worst) >= job.num_ranks:
+            title = "Ranks"
         yield _section(title, header, [_rank_row(rank) for rank in worst])
 
 

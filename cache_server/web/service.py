@@ -9,8 +9,11 @@ import socketserver
 import ssl
 import sys
 import threading
+import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -30,7 +33,12 @@ from cache_server.web.page import page
 
 logger = logging.getLogger(__name__)
 
-_IDLE_S = 10.0  # time for a caller to send its request
+_IDLE_S = 10.0  # for a caller to send more, or to take more
+_REQUEST_S, _CALL_S = 10.0, 60.0  # for a caller to send its request, and to have its answer
+_BACKLOG = 128  # of connections that wait to be accepted
+MAX_CONNECTIONS, MAX_CONNECTIONS_OF_ADDRESS = 96, 48  # each has a thread
+_AT_ONCE = 2  # answers of a path that are made at once, if they take long
+_TURN_S = 5.0  # to wait for that
 _POLL_S = 0.1  # longest time to stop
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"  # no script, no other file
 _ASK_FOR_TOKEN = {"WWW-Authenticate": 'Basic realm="data cache: the token is the password"'}
@@ -98,8 +106,30 @@ class WebService:
         self._server.server_close()
 
 
+@dataclass(eq=False)
+class _Connection:
+    """A connection that has a thread; ``asked`` once its request has arrived."""
+
+    socket: socket.socket
+    address: str
+    since: float
+    asked: bool = False
+
+    def shut_down(self) -> None:
+        """Ends its reads and writes, and so its thread."""
+        with suppress(OSError):  # it has ended
+            socket.socket.shutdown(self.socket, socket.SHUT_RDWR)  # also below TLS
+
+
 class _Server(ThreadingHTTPServer):
+    """Bounds connections, and the time that each takes.
+
+    A new connection always gets a thread. Above the bounds, the oldest one of the same address
+    gives its place, or that of the address with most: first one that has not asked yet.
+    """
+
     daemon_threads = True
+    request_queue_size = _BACKLOG
     authenticator: Authenticator
     status: Callable[[Viewer, str], NodeStatus]
     is_ready: Callable[[], bool]
@@ -107,7 +137,48 @@ class _Server(ThreadingHTTPServer):
     def __init__(self, host: str, port: int) -> None:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         self.address_family, *_, address = found[0]
+        self.turns = {path: threading.Semaphore(_AT_ONCE) for path in PATHS}
+        self._lock = threading.Lock()
+        self._connections: dict[socket.socket, _Connection] = {}  # the oldest first
         super().__init__((str(address[0]), port), _Handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answers in a new thread; another connection may give its place."""
+        made = _Connection(request, str(client_address[0]), time.monotonic())
+        with self._lock:
+            self._connections[request] = made
+            of_addresses = Counter(each.address for each in self._connections.values())
+            crowded = made.address
+            if of_addresses[crowded] <= MAX_CONNECTIONS_OF_ADDRESS:
+                crowded = max(of_addresses, key=of_addresses.__getitem__)
+                if len(self._connections) <= MAX_CONNECTIONS:
+                    crowded = ""
+            others = [c for c in self._connections.values() if c.address == crowded and c != made]
+            if others:
+                given_up = min(others, key=lambda each: each.asked)
+                del self._connections[given_up.socket]
+                given_up.shut_down()
+        super().process_request(request, client_address)
+
+    def note_asked(self, request: Any) -> None:
+        """Notes that the request of a connection has arrived."""
+        with self._lock:
+            if (found := self._connections.get(request)) is not None:
+                found.asked = True
+
+    def service_actions(self) -> None:
+        """Ends connections that take too long; the loop that accepts calls it often."""
+        now = time.monotonic()
+        with self._lock:
+            for each in self._connections.values():
+                if now - each.since > (_CALL_S if each.asked else _REQUEST_S):
+                    each.shut_down()
+
+    def shutdown_request(self, request: Any) -> None:
+        """Closes a connection."""
+        with self._lock:
+            self._connections.pop(request, None)
+        super().shutdown_request(request)
 
     def server_bind(self) -> None:
         # HTTPServer's method looks up the name of this machine, which can be slow.
@@ -124,6 +195,7 @@ class _Handler(BaseHTTPRequestHandler):
     server: _Server
 
     def do_GET(self) -> None:
+        self.server.note_asked(self.request)
         path = self.path.partition("?")[0]
         answer = PATHS.get(path)
         if answer is None:
@@ -147,16 +219,31 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _page(self, viewer: Viewer) -> None:
         job = parse_qs(self.path.partition("?")[2]).get("job", [""])[-1]
-        self._answer(HTTPStatus.OK, page(self.server.status(viewer, job), job).encode(), _HTML)
+        self._answer_in_turn(
+            "/", lambda: (page(self.server.status(viewer, job), job).encode(), _HTML)
+        )
 
-    def _metrics(self, viewer: Viewer) -> None:
+    def _metrics(self, viewer: Viewer, path: str = "/metrics") -> None:
         from cache_server.web.metrics import exposition
 
         accept = self.headers.get("Accept", "")
-        self._answer(HTTPStatus.OK, *exposition(self.server.status(viewer, ""), accept))
+        self._answer_in_turn(path, lambda: exposition(self.server.status(viewer, ""), accept))
 
     def _node_metrics(self, viewer: Viewer) -> None:
-        self._metrics(NOTHING)
+        self._metrics(NOTHING, "/metrics/node")
+
+    def _answer_in_turn(self, path: str, make: Callable[[], tuple[bytes, str]]) -> None:
+        """Makes an answer that takes long, beside few others of its path; then sends it."""
+        turns = self.server.turns[path]
+        if not turns.acquire(timeout=_TURN_S):
+            body = f"too many calls of {path} at once: try again\n".encode()
+            self._answer(HTTPStatus.SERVICE_UNAVAILABLE, body, _TEXT)
+            return
+        try:
+            made = make()
+        finally:
+            turns.release()
+        self._answer(HTTPStatus.OK, *made)
 
     def _live(self, viewer: Viewer) -> None:
         self._answer(HTTPStatus.OK, b"live\n", _TEXT)

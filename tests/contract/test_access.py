@@ -40,6 +40,7 @@ from cache_server.auth.verbs import ROLES
 from cache_server.config import NodeConfig
 from cache_server.server import CacheServer
 from cache_server.web.service import PATHS
+from tests.answering_control import answering_control
 from tests.conftest import write_numbered
 from tests.control_clients import open_channel
 from tests.flight_clients import connect
@@ -406,8 +407,12 @@ def test_the_page_and_the_metrics_show_what_a_caller_may_see(shared: Shared) -> 
 
 
 def heartbeat(server: CacheServer, given: str | None, node_id: str = "made-up") -> Any:
-    beat = pb.HeartbeatRequest(node=pb.Node(id=node_id, flight_location="grpc://10.0.0.9:1"))
-    with open_channel(server.endpoints.control_location, given) as channel:
+    node = pb.Node(id=node_id, flight_location="grpc://10.0.0.9:1")
+    with (
+        answering_control() as node.control_location,
+        open_channel(server.endpoints.control_location, given) as channel,
+    ):
+        beat = pb.HeartbeatRequest(node=node)
         return cache_pb2_grpc.CoordinatorStub(channel).Heartbeat(beat, timeout=TIMEOUT_S)
 
 

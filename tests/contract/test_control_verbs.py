@@ -33,6 +33,7 @@ from cache_server.coordination.coordinator import Coordinator
 from cache_server.node.coordinator_link import RemoteCoordinator
 from cache_server.rpc import control_service, planning_slots
 from cache_server.rpc.control_service import ControlService
+from tests.answering_control import answering_control
 from tests.conftest import write_numbered
 from tests.control_clients import open_channel
 from tests.waiting import files_below, wait_until
@@ -417,9 +418,10 @@ class lonely_coordinator:  # reads as a function
 def test_a_heartbeat_joins_and_is_told_the_interval_the_coordinator_and_what_to_hold(
     tmp_path: Path,
 ) -> None:
-    with lonely_coordinator(tmp_path) as stub:
+    with lonely_coordinator(tmp_path) as stub, answering_control() as control:
         created = create(stub, spec("wanted", write_numbered(tmp_path / "source", 6, files=2)))
-        beat = pb.HeartbeatRequest(node=pb.Node(id="one", flight_location="grpc://one:1"))
+        node = pb.Node(id="one", flight_location="grpc://one:1", control_location=control)
+        beat = pb.HeartbeatRequest(node=node)
 
         answer = stub.Heartbeat(beat, timeout=TIMEOUT_S)
         nodes = stub.ListNodes(pb.ListNodesRequest(), timeout=TIMEOUT_S).nodes
@@ -445,7 +447,9 @@ def test_a_watch_is_ended_by_the_deadline_of_its_caller(tmp_path: Path) -> None:
 
 def answers_at_once(service: ControlService, stub: CoordinatorStub) -> None:
     """Whether verbs that wait for nothing are served."""
-    stub.Heartbeat(pb.HeartbeatRequest(node=pb.Node(id="one")), timeout=TIMEOUT_S)
+    with answering_control() as control:
+        node = pb.Node(id="one", control_location=control)
+        stub.Heartbeat(pb.HeartbeatRequest(node=node), timeout=TIMEOUT_S)
     assert [n.id for n in stub.ListNodes(pb.ListNodesRequest(), timeout=TIMEOUT_S).nodes] == ["one"]
     assert check(f"127.0.0.1:{service.port}", "live") == HEALTH.SERVING
 

@@ -28,6 +28,7 @@ from cache_server.local import LocalCluster, LocalNode
 from cache_server.plan.pinned_version import plan_version, split_to_proto
 from cache_server.rpc.flight_service import MAX_ROW_IDS
 from tests import flight_clients, forked_python
+from tests.answering_control import answering_control
 from tests.conftest import write_numbered
 from tests.control_clients import open_channel
 from tests.false_nodes import FalseNode, false_copy, false_report
@@ -93,12 +94,18 @@ def test_a_reader_reads_on_while_made_up_nodes_lie_about_its_shards(
     tmp_path: Path, dataset_name: str
 ) -> None:
     source = write_numbered(tmp_path / "source", 4000, files=4)
-    with LocalCluster(insecure=True) as cluster:  # as a node of the cache
+    with (
+        answering_control() as control,
+        LocalCluster(insecure=True) as cluster,  # as a node of the cache
+    ):
         client = CacheClient(cluster.endpoint)
         info = client.load(DatasetSpec(dataset_name, source, target_shard_bytes=1))
         report = pb.HeartbeatRequest(
-            node=pb.Node(id="liar", flight_location="grpc://127.0.0.1:1", cache_dir="/nowhere")
-        )
+            node=pb.Node(
+                id="liar", flight_location="grpc://127.0.0.1:1", cache_dir="/nowhere",
+                control_location=control,
+            )
+        )  # fmt: skip
         claim = report.datasets.add(dataset=dataset_name, fingerprint=info.fingerprint, attempt=0)
         claim.shards.add(index=0, sealed=True, num_rows=1, checksum="x", rows_fixed=True)
         rows = []
@@ -140,10 +147,12 @@ def test_no_reader_gets_a_row_of_nodes_that_repeat_the_checksums_of_others(
             stack.enter_context(open_channel(cluster.nodes[0].control_location))
         )
         info = coordinator.GetDataset(pb.GetDatasetRequest(name=dataset_name)).dataset
+        control = stack.enter_context(answering_control())
         nodes = [  # one answers nobody
             pb.Node(
                 id=f"false-{number:02d}", process="one", cache_dir=str(copy),
                 flight_location=false.location if number else "grpc://127.0.0.1:1",
+                control_location=control,
             )
             for number in range(11)
         ]  # fmt: skip

@@ -76,5 +76,10 @@ def test_stalled_streams_are_refused_above_a_limit_and_cut_off_after_a_deadline(
             for writer in writers:
                 with suppress(pa.ArrowException, flight.FlightError):
                     writer.close()
+            wait_until(
+                lambda: resident_bytes(node.pid) - before < 250 * 2**20,
+                WAIT_S,
+                "the memory of refused requests is given back",
+            )
     finally:
         node.close()

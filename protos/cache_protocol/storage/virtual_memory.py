@@ -164,3 +164,13 @@ def _c_function(name: str, *arguments: Any) -> Any:
         return ctypes.CFUNCTYPE(_POINTER, *arguments, use_errno=True)((name, ctypes.CDLL(None)))
     except (AttributeError, OSError):
         raise OSError(errno.ENOSYS, f"this system has no {name}") from None
+
+
+def return_free_memory() -> None:
+    """Gives the kernel what malloc keeps of freed memory; takes milliseconds.
+
+    glibc keeps it in an arena for each few threads, and returns only the end of an arena.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # musl has none
+    if trim is not None:
+        trim(ctypes.c_size_t(0))

@@ -2067,6 +2067,8 @@ class ReaderReport(google.protobuf.message.Message):
     NUM_WORKERS_FIELD_NUMBER: builtins.int
     EXPIRES_S_FIELD_NUMBER: builtins.int
     AUDIT_FIELD_NUMBER: builtins.int
+    NAMESPACE_FIELD_NUMBER: builtins.int
+    PRINCIPAL_FIELD_NUMBER: builtins.int
     job: builtins.str
     dataset: builtins.str
     fingerprint: builtins.str
@@ -2105,6 +2107,9 @@ class ReaderReport(google.protobuf.message.Message):
     """without another report, the reader has stopped"""
     audit: builtins.str
     """JSON, as in a state; kept for `cachectl audit`, not read"""
+    namespace: builtins.str
+    """Who sent it: the node that took the report sets both, whatever the reader wrote."""
+    principal: builtins.str
     @property
     def nodes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___NodeReads]:
         """those with most rows"""
@@ -2137,8 +2142,10 @@ class ReaderReport(google.protobuf.message.Message):
         num_workers: builtins.int = ...,
         expires_s: builtins.float = ...,
         audit: builtins.str = ...,
+        namespace: builtins.str = ...,
+        principal: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["audit", b"audit", "batches", b"batches", "computed_s", b"computed_s", "dataset", b"dataset", "elapsed_s", b"elapsed_s", "epoch", b"epoch", "expires_s", b"expires_s", "failovers", b"failovers", "fetch_s", b"fetch_s", "fingerprint", b"fingerprint", "job", b"job", "local_bytes", b"local_bytes", "local_rows", b"local_rows", "nodes", b"nodes", "num_steps", b"num_steps", "num_workers", b"num_workers", "queue_depth", b"queue_depth", "rank", b"rank", "refetches", b"refetches", "rows", b"rows", "run", b"run", "step", b"step", "transform_s", b"transform_s", "waited_s", b"waited_s", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["audit", b"audit", "batches", b"batches", "computed_s", b"computed_s", "dataset", b"dataset", "elapsed_s", b"elapsed_s", "epoch", b"epoch", "expires_s", b"expires_s", "failovers", b"failovers", "fetch_s", b"fetch_s", "fingerprint", b"fingerprint", "job", b"job", "local_bytes", b"local_bytes", "local_rows", b"local_rows", "namespace", b"namespace", "nodes", b"nodes", "num_steps", b"num_steps", "num_workers", b"num_workers", "principal", b"principal", "queue_depth", b"queue_depth", "rank", b"rank", "refetches", b"refetches", "rows", b"rows", "run", b"run", "step", b"step", "transform_s", b"transform_s", "waited_s", b"waited_s", "world_size", b"world_size"]) -> None: ...
 
 Global___ReaderReport: typing_extensions.TypeAlias = ReaderReport
 
@@ -2179,7 +2186,7 @@ class ListJobsRequest(google.protobuf.message.Message):
     NAME_FIELD_NUMBER: builtins.int
     AUDITS_FIELD_NUMBER: builtins.int
     name: builtins.str
-    """empty: every job"""
+    """empty: every job. NAMESPACE/NAME: of another namespace"""
     audits: builtins.bool
     """with the audit records"""
     def __init__(
@@ -2231,7 +2238,10 @@ class JobInfo(google.protobuf.message.Message):
     NODES_FIELD_NUMBER: builtins.int
     HISTORY_FIELD_NUMBER: builtins.int
     AUDITS_FIELD_NUMBER: builtins.int
+    NAMESPACE_FIELD_NUMBER: builtins.int
+    NUM_RANKS_FIELD_NUMBER: builtins.int
     name: builtins.str
+    """NAMESPACE/NAME for a caller of another namespace"""
     dataset: builtins.str
     fingerprint: builtins.str
     live: builtins.bool
@@ -2248,8 +2258,14 @@ class JobInfo(google.protobuf.message.Message):
     verdict: builtins.str
     verdict_s: builtins.float
     """for how long the same verdict has held"""
+    namespace: builtins.str
+    """of the readers"""
+    num_ranks: builtins.int
+    """that report"""
     @property
-    def ranks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___RankInfo]: ...
+    def ranks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___RankInfo]:
+        """those that wait most, by rank"""
+
     @property
     def nodes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___NodeShare]: ...
     @property
@@ -2278,8 +2294,10 @@ class JobInfo(google.protobuf.message.Message):
         nodes: collections.abc.Iterable[Global___NodeShare] | None = ...,
         history: collections.abc.Iterable[Global___JobSample] | None = ...,
         audits: collections.abc.Iterable[Global___AuditEntry] | None = ...,
+        namespace: builtins.str = ...,
+        num_ranks: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["audits", b"audits", "dataset", b"dataset", "epoch", b"epoch", "fingerprint", b"fingerprint", "history", b"history", "live", b"live", "local_share", b"local_share", "name", b"name", "nodes", b"nodes", "num_steps", b"num_steps", "ranks", b"ranks", "rows_per_s", b"rows_per_s", "step", b"step", "verdict", b"verdict", "verdict_s", b"verdict_s", "wait_share", b"wait_share", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["audits", b"audits", "dataset", b"dataset", "epoch", b"epoch", "fingerprint", b"fingerprint", "history", b"history", "live", b"live", "local_share", b"local_share", "name", b"name", "namespace", b"namespace", "nodes", b"nodes", "num_ranks", b"num_ranks", "num_steps", b"num_steps", "ranks", b"ranks", "rows_per_s", b"rows_per_s", "step", b"step", "verdict", b"verdict", "verdict_s", b"verdict_s", "wait_share", b"wait_share", "world_size", b"world_size"]) -> None: ...
 
 Global___JobInfo: typing_extensions.TypeAlias = JobInfo
 

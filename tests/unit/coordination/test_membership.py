@@ -141,3 +141,39 @@ def test_nodes_report_less_often_as_they_get_more(tmp_path: Path, clock: Clock) 
             members.apply_heartbeat(request, "", is_own=False)
         assert members.interval_s(0.5) == interval_s
     assert members.interval_s(60.0) == 60.0
+
+
+def test_a_lost_member_gives_its_place_to_a_new_node_and_a_live_one_does_not(
+    coordinator: Coordinator, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(membership, "MAX_MEMBERS", 3)
+    nodes = [FakeNode(coordinator, name) for name in ("one", "two", "three")]
+    settle(*nodes)
+    with pytest.raises(ConfigError, match="node four cannot join: a cache has at most 3 members"):
+        FakeNode(coordinator, "four").beat()
+    clock.now += TIMEOUT_S + 1
+    for node in nodes[1:]:
+        node.beat()
+
+    FakeNode(coordinator, "four").beat()
+
+    assert {node.id for node in coordinator.nodes()} == {"two", "three", "four"}
+
+
+def test_a_machine_has_a_bounded_number_of_places_also_for_members_that_move_to_it(
+    coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(membership, "MAX_MEMBERS_OF_HOST", 2)
+
+    def beat(name: str, host: str, process: str = "one") -> None:
+        node = pb.Node(id=name, flight_location=f"grpc://{host}:1", process=process)
+        coordinator.heartbeat(pb.HeartbeatRequest(node=node), by=ANYONE, host=host)
+
+    beat("a", "machine-1")
+    beat("b", "machine-1")
+    beat("a", "machine-1", "restarted")
+    with pytest.raises(ConfigError, match="at most 2 members on a machine, and machine-1 has them"):
+        beat("c", "machine-1")
+    beat("c", "machine-2")
+    with pytest.raises(ConfigError, match="node c cannot join"):
+        beat("c", "machine-1", "moved")

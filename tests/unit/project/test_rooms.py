@@ -57,7 +57,10 @@ PURE_MODULES = (
     "cache_server/sql/ignored_sql.py",
     "cache_server/sql/lineage.py",
     "cache_server/coordination/placement.py",
-    "cache_server/coordination/verdict.py",
+    "cache_server/jobs/history.py",
+    "cache_server/jobs/ranks.py",
+    "cache_server/jobs/shares.py",
+    "cache_server/jobs/verdict.py",
     "cache_server/web/charts.py",
     "cache_server/node/desired.py",
     "cache_server/node/reconcile.py",
@@ -103,7 +106,7 @@ PURE_MODULES = (
 )
 # What a pure module may import: these, and other pure modules.
 PURE_IMPORTS = (
-    *("__future__", "abc", "bisect", "collections", "copy", "dataclasses", "datetime"),
+    *("__future__", "abc", "array", "bisect", "collections", "copy", "dataclasses", "datetime"),
     *("decimal", "enum"),
     *("fractions", "functools", "hashlib", "heapq", "itertools", "math", "numbers", "operator"),
     *("csv", "html", "re", "statistics", "string", "struct", "textwrap", "types", "typing"),
@@ -188,6 +191,7 @@ BARRIERS = (
         "grpc",
         (
             "cache_server/rpc/control_service.py",
+            "cache_server/rpc/callbacks.py",
             "cache_server/rpc/control_calls.py",
             "cache_server/node/coordinator_link.py",
         ),

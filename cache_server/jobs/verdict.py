@@ -8,61 +8,16 @@ for it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from statistics import median
+from dataclasses import dataclass
 from typing import Final, Literal
+
+from cache_server.jobs.ranks import Ranks, RankWindow
 
 _STALLED: Final = 0.1  # share of its time that a rank waits for data, in an input bound job
 _SLOW: Final = 2.0  # times the waits of the median rank
 _SLOW_SHARE: Final = 0.05  # of a step; less is no reason to name a rank
 _HOT: Final = 1.3  # times the fair share of a node; hashed shards give up to 1.2
 _MOST: Final = 0.65  # of the waits for nodes
-
-
-@dataclass(frozen=True)
-class NodeWindow:
-    """What one node sent to a rank in a stretch of time; ``waited_s`` for its answers."""
-
-    rows: int = 0
-    waited_s: float = 0.0
-
-
-@dataclass(frozen=True)
-class RankWindow:
-    """What one rank did in a stretch of time.
-
-    Attributes:
-        steps: batches that its loop took.
-        waited_s, computed_s: of the loop.
-        fetch_s, transform_s: waits for rows, and time in the transform; the sum over workers.
-        nodes: node id -> what it sent.
-    """
-
-    rank: int
-    steps: int
-    elapsed_s: float
-    waited_s: float
-    computed_s: float
-    fetch_s: float = 0.0
-    transform_s: float = 0.0
-    rows: int = 0
-    local_rows: int = 0
-    nodes: Mapping[str, NodeWindow] = field(default_factory=dict)
-
-    @property
-    def wait_share(self) -> float:
-        """Share of the time that its loop waited for data, in [0, 1]."""
-        return self.waited_s / max(1e-9, self.waited_s + self.computed_s)
-
-    @property
-    def step_s(self) -> float:
-        """Seconds a step."""
-        return (self.waited_s + self.computed_s) / max(1, self.steps)
-
-    def per_step(self, seconds: float) -> float:
-        """Seconds a step, of a sum."""
-        return seconds / max(1, self.steps)
 
 
 Kind = Literal["unknown", "compute bound", "input bound", "slow rank"]
@@ -89,38 +44,31 @@ class Verdict:
         return self.kind, self.rank, self.node
 
 
-def judge(ranks: Sequence[RankWindow]) -> Verdict:
-    """The verdict on a job.
-
-    Args:
-        ranks: those that took a batch lately, in any order.
-    """
-    measured = [rank for rank in ranks if rank.steps and rank.waited_s + rank.computed_s > 0]
-    if not measured:
+def judge(ranks: Ranks) -> Verdict:
+    """The verdict on a job, of its running ranks."""
+    worst = ranks.most_waiting()
+    if worst is None:
         return Verdict("unknown", "no batch was taken lately")
-    worst = max(measured, key=lambda rank: rank.wait_share)
     if worst.wait_share < _STALLED:
         return Verdict(
             "compute bound", f"compute bound: no rank waits more than {worst.wait_share:.0%}"
         )
-    node = _node_to_blame(measured)
+    node = _node_to_blame(ranks)
     if node is not None:
         return node
-    slow = _slow_rank(measured)
+    slow = _slow_rank(ranks)
     if slow is not None:
         return slow
     return Verdict("input bound", f"input bound: {_cause_for_all(worst)}")
 
 
-def _node_to_blame(ranks: Sequence[RankWindow]) -> Verdict | None:
+def _node_to_blame(ranks: Ranks) -> Verdict | None:
     """The node that most waits are for, where the waits are for rows of nodes."""
-    if sum(rank.fetch_s for rank in ranks) < sum(rank.transform_s for rank in ranks):
-        return None
-    rows, waits = node_sums(ranks)
-    if len(rows) < 2 or not sum(waits.values()):
+    rows, waits = ranks.node_rows, ranks.node_waits
+    all_rows, all_waits = max(1, sum(rows.values())), sum(waits.values())
+    if ranks.waits_in_transform or len(rows) < 2 or not all_waits:
         return None
     fair = 1 / len(rows)
-    all_rows, all_waits = max(1, sum(rows.values())), sum(waits.values())
     hot, slow = max(rows, key=rows.__getitem__), max(waits, key=waits.__getitem__)
     hot_share, slow_share = rows[hot] / all_rows, waits[slow] / all_waits
     if hot_share > _HOT * fair and hot_share >= 0.5:
@@ -135,23 +83,10 @@ def _node_to_blame(ranks: Sequence[RankWindow]) -> Verdict | None:
     return None
 
 
-def node_sums(ranks: Sequence[RankWindow]) -> tuple[dict[str, int], dict[str, float]]:
-    """Rows and waits of each node, over all ranks."""
-    rows: dict[str, int] = {}
-    waits: dict[str, float] = {}
-    for rank in ranks:
-        for node_id, node in rank.nodes.items():
-            rows[node_id] = rows.get(node_id, 0) + node.rows
-            waits[node_id] = waits.get(node_id, 0.0) + node.waited_s
-    return rows, waits
-
-
-def _slow_rank(ranks: Sequence[RankWindow]) -> Verdict | None:
-    if len(ranks) < 2:
+def _slow_rank(ranks: Ranks) -> Verdict | None:
+    if (found := ranks.slowest()) is None:
         return None
-    by_wait = sorted(ranks, key=lambda rank: rank.per_step(rank.waited_s))
-    slow = by_wait[-1]
-    others = median(rank.per_step(rank.waited_s) for rank in by_wait[:-1])
+    slow, others = found
     waited = slow.per_step(slow.waited_s)
     if waited <= _SLOW * others or waited - others < _SLOW_SHARE * slow.step_s:
         return None

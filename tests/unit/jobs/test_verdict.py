@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
-from cache_server.coordination.verdict import NodeWindow, RankWindow, judge
+from cache_server.jobs import verdict as verdicts
+from cache_server.jobs.ranks import NodeWindow, Ranks, RankWindow
+
+
+def judge(windows: Sequence[RankWindow]) -> verdicts.Verdict:
+    return verdicts.judge(Ranks(windows))
 
 
 def rank(number: int = 0, **changes: object) -> RankWindow:

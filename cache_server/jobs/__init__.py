@@ -1,0 +1,1 @@
+"""The training jobs that read from the cache, as their readers report."""

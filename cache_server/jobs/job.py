@@ -1,0 +1,293 @@
+"""One job that reads one dataset: its readers, its history and its audit records.
+
+Sums and orders follow each report, so that a description costs the same for 12 and 12,000 ranks.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from cache_protocol.v1 import cache_pb2 as pb
+from cache_server.jobs.history import HISTORY_S, Ring
+from cache_server.jobs.ranks import NodeWindow, Ranks, RankWindow
+from cache_server.jobs.reports import audit_key
+from cache_server.jobs.verdict import Verdict, judge
+
+MOST_RANKS: Final = 64  # in a description
+_MOST_NODES: Final = 64
+_NODES_OF_READER: Final = 16
+_MAX_RUNS: Final = 8  # of a rank, at once
+_MAX_EXPIRY_S: Final = 600.0
+_HALF_WINDOW_S: Final = 15.0
+_FEW: Final = 64
+_JOB_SAMPLES, _READER_SAMPLES = 240, 120
+
+
+@dataclass(eq=False)
+class Reader:
+    """One run of one rank: the sums of its last report, and those of 15 to 30 s before.
+
+    Attributes:
+        number: unique in its job.
+        sums: since its run began.
+        is_replaced: a later run of its rank has begun, and it was silent since.
+        due_at: when its job looks at it again.
+    """
+
+    number: int
+    rank: int
+    run: str
+    waits: Ring = field(default_factory=lambda: Ring(1, _READER_SAMPLES))
+    sums: RankWindow | None = None
+    last_at: float = 0.0
+    expires_at: float = 0.0
+    epoch: int = 0
+    step: int = 0
+    num_steps: int = 0
+    is_replaced: bool = False
+    due_at: float = 0.0
+    _mark: tuple[float, RankWindow] | None = None
+    _before_mark: RankWindow | None = None
+
+    def apply(self, report: pb.ReaderReport, now: float) -> RankWindow:
+        """Takes a report; returns what the reader did lately."""
+        if self.sums is not None and (
+            self._mark is None or self.last_at - self._mark[0] >= _HALF_WINDOW_S
+        ):
+            self._before_mark = None if self._mark is None else self._mark[1]
+            self._mark = self.last_at, self.sums
+        self.sums, self.last_at = _sums(report), now
+        self.expires_at = now + min(report.expires_s, _MAX_EXPIRY_S)
+        self.epoch, self.step, self.num_steps = report.epoch, report.step, report.num_steps
+        window = self.sums.since(self._base(now))
+        if self._mark is not None and self.waits.is_due(now):
+            self.waits.add(now, window.wait_share)
+        return window
+
+    def _base(self, now: float) -> RankWindow | None:
+        if self._mark is None:
+            return None
+        at, mark = self._mark
+        return mark if now - at >= _HALF_WINDOW_S or not self._before_mark else self._before_mark
+
+
+@dataclass
+class Audit:
+    """The last record of a pass."""
+
+    begun_at: float
+    last_at: float
+    record: str
+
+
+class Job:
+    """One job. One thread at a time.
+
+    Attributes:
+        readers: by rank and run.
+        audits: by run and pass.
+        last_at: when it last reported, in monotonic seconds.
+    """
+
+    def __init__(self, now: float) -> None:
+        self.readers: dict[tuple[int, str], Reader] = {}
+        self.audits: dict[tuple[str, str], Audit] = {}
+        self.last_at = now
+        self._by_number: dict[int, Reader] = {}
+        self._runs: dict[int, dict[str, Reader]] = {}  # of a rank; the last to report is last
+        self._live, self._ended = Ranks(), Ranks()
+        self._ends: list[tuple[float, int]] = []  # a heap: when to look at a reader, its number
+        self._next_number = 0
+        self._gone: list[tuple[int, str]] = []
+        self._history = Ring(3, _JOB_SAMPLES)
+        self._verdict, self._verdict_at = judge(self._live), now
+        self._fingerprint, self._world_size = "", 0
+
+    def apply(self, report: pb.ReaderReport, now: float) -> list[tuple[int, str]]:
+        """Takes a report; returns the readers that were forgotten, by rank and run."""
+        self.last_at = now
+        self._fingerprint, self._world_size = report.fingerprint, report.world_size
+        reader = self.readers.get((report.rank, report.run))
+        if reader is None:
+            reader = self._begin(report.rank, report.run, now)
+        runs = self._runs[reader.rank]
+        del runs[reader.run]
+        runs[reader.run] = reader
+        reader.is_replaced = False
+        window = reader.apply(report, now)
+        if reader.number not in self._live:  # it is new, or was silent
+            self._ended.drop(reader.number)
+            self._look_at(reader, reader.expires_at)
+        self._live.put(reader.number, window, epoch=reader.epoch, step=reader.step)
+        self._end_silent(now)
+        if self._history.is_due(now):
+            live = self._live
+            self._history.add(now, live.rows_per_s, live.mean_wait_share, live.most_wait_share)
+            self._judge(now)
+        return self.forgotten()
+
+    def _begin(self, rank: int, run: str, now: float) -> Reader:
+        """A new reader; those of its rank that are silent from now on are replaced by it."""
+        runs = self._runs.setdefault(rank, {})
+        for other in list(runs.values()):
+            if other.last_at < now:
+                other.is_replaced = True
+                self._live.drop(other.number)
+                self._ended.drop(other.number)
+        if len(runs) >= _MAX_RUNS:
+            self._forget(next(iter(runs.values())))
+            runs = self._runs.setdefault(rank, {})
+        self._next_number += 1
+        reader = Reader(self._next_number, rank, run)
+        self.readers[rank, run] = self._by_number[reader.number] = runs[run] = reader
+        return reader
+
+    def _look_at(self, reader: Reader, at: float) -> None:
+        reader.due_at = at
+        heapq.heappush(self._ends, (at, reader.number))
+        if len(self._ends) > 2 * len(self.readers) + _FEW:  # most are of readers that have gone
+            self._ends = [(each.due_at, each.number) for each in self.readers.values()]
+            heapq.heapify(self._ends)
+
+    def _end_silent(self, now: float) -> None:
+        """Ends readers that are silent for too long; forgets replaced and old ones."""
+        while self._ends and self._ends[0][0] < now:
+            at, number = heapq.heappop(self._ends)
+            reader = self._by_number.get(number)
+            if reader is None or reader.due_at != at:
+                continue
+            if reader.expires_at >= now:
+                self._look_at(reader, reader.expires_at)
+                continue
+            runs = self._runs[reader.rank]
+            is_newest = next(reversed(runs.values())) is reader
+            if reader.is_replaced or not is_newest or now - reader.last_at > HISTORY_S:
+                self._forget(reader)
+                continue
+            self._look_at(reader, reader.last_at + HISTORY_S)
+            window = self._live.window(number)
+            self._live.drop(number)
+            self._ended.put(number, window, epoch=reader.epoch, step=reader.step)
+
+    def _forget(self, reader: Reader) -> None:
+        self.drop(reader)
+        self._gone.append((reader.rank, reader.run))
+
+    def forgotten(self) -> list[tuple[int, str]]:
+        """The readers that were forgotten since the last call, by rank and run."""
+        gone, self._gone = self._gone, []
+        return gone
+
+    def drop(self, reader: Reader) -> None:
+        """Forgets a reader."""
+        del self.readers[reader.rank, reader.run], self._by_number[reader.number]
+        self._live.drop(reader.number)
+        self._ended.drop(reader.number)
+        runs = self._runs[reader.rank]
+        del runs[reader.run]
+        if not runs:
+            del self._runs[reader.rank]
+
+    def _judge(self, now: float) -> Verdict:
+        """The verdict now; remembers since when it holds."""
+        verdict = judge(self._live)
+        if verdict.key != self._verdict.key:
+            self._verdict_at = now
+        self._verdict = verdict
+        return verdict
+
+    # -- descriptions --------------------------------------------------------------------------
+
+    def describe(self, now: float, most_ranks: int) -> pb.JobInfo:
+        """The job, without its names and its audit records."""
+        self._end_silent(now)
+        is_live = len(self._live) > 0
+        shown = self._live if is_live else self._ended
+        info = pb.JobInfo(
+            fingerprint=self._fingerprint,
+            live=is_live,
+            world_size=self._world_size,
+            num_ranks=shown.num_ranks,
+            rows_per_s=self._live.rows_per_s,
+            wait_share=self._live.most_wait_share,
+            local_share=self._live.local_share,
+            verdict=self._judge(now).text if is_live else f"stopped {now - self.last_at:.0f} s ago",
+            verdict_s=now - (self._verdict_at if is_live else self.last_at),
+        )
+        if len(shown):
+            behind = self._by_number[shown.behind()]
+            info.epoch, info.step, info.num_steps = behind.epoch, behind.step, behind.num_steps
+        if is_live:
+            info.nodes.extend(_node_shares(self._live))
+        worst = [self._by_number[number] for number in shown.worst(most_ranks)]
+        for reader in sorted(worst, key=lambda reader: reader.rank):
+            info.ranks.append(_describe_rank(reader, shown.window(reader.number), now))
+        for at, rate, mean, most in self._history.since(now - HISTORY_S):
+            info.history.add(age_s=now - at, rows_per_s=rate, wait_share=mean, most_wait_share=most)
+        return info
+
+    def put_audit(self, report: pb.ReaderReport, now: float) -> None:
+        """Keeps the audit record of a report, in place of the one of the same pass."""
+        key = report.run, audit_key(report)
+        before = self.audits.pop(key, None)
+        begun_at = now - report.elapsed_s if before is None else before.begun_at
+        self.audits[key] = Audit(begun_at, now, report.audit)
+
+    def describe_audits(self, now: float) -> Iterator[pb.AuditEntry]:
+        """Its audit records."""
+        for (run, _), audit in self.audits.items():
+            yield pb.AuditEntry(
+                run=run,
+                begun_s=now - audit.begun_at,
+                last_s=now - audit.last_at,
+                record=audit.record,
+            )
+
+
+def _sums(report: pb.ReaderReport) -> RankWindow:
+    """The numbers of a report; the message would keep the whole heartbeat in memory."""
+    nodes = sorted(report.nodes, key=lambda node: -node.rows)[:_NODES_OF_READER]
+    return RankWindow(
+        rank=report.rank,
+        steps=report.batches,
+        elapsed_s=report.elapsed_s,
+        waited_s=report.waited_s,
+        computed_s=report.computed_s,
+        fetch_s=report.fetch_s,
+        transform_s=report.transform_s,
+        rows=report.rows,
+        local_rows=report.local_rows,
+        nodes={node.node_id: NodeWindow(node.rows, node.waited_s) for node in nodes},
+    )
+
+
+def _node_shares(ranks: Ranks) -> Sequence[pb.NodeShare]:
+    rows, waits = ranks.node_rows, ranks.node_waits
+    all_rows, all_waits = sum(rows.values()), sum(waits.values())
+    return [
+        pb.NodeShare(
+            node_id=node_id,
+            rows_share=rows[node_id] / all_rows if all_rows else 0.0,
+            wait_share=waits[node_id] / all_waits if all_waits else 0.0,
+        )
+        for node_id in heapq.nlargest(_MOST_NODES, rows, key=rows.__getitem__)
+    ]
+
+
+def _describe_rank(reader: Reader, window: RankWindow, now: float) -> pb.RankInfo:
+    return pb.RankInfo(
+        rank=reader.rank,
+        live=reader.expires_at >= now,
+        epoch=reader.epoch,
+        step=reader.step,
+        rows_per_s=window.rows_per_s,
+        wait_share=window.wait_share,
+        step_s=window.step_s,
+        transform_s=window.per_step(window.transform_s),
+        fetch_s=window.per_step(window.fetch_s),
+        age_s=now - reader.last_at,
+        wait_history=[share for _, share in reader.waits.since(now - HISTORY_S)],
+    )

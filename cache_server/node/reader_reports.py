@@ -1,0 +1,74 @@
+"""Reports of readers on a node: who may send them, and those that wait for the next heartbeat."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Final
+
+from cache_protocol.v1 import cache_pb2 as pb
+from cache_server.auth.principals import Principal, Viewer
+from cache_server.jobs.reports import WaitingReports, checked_report, owner_of
+from cache_server.jobs.shares import Rates
+
+_RIGHT_S: Final = 30.0  # as long as a stream outlives a token that was taken away
+_MAX_RIGHTS: Final = 4096
+# As the coordinator takes them of all nodes together.
+_REPORTS_PER_S, _BURST = 1000.0, 16_384
+
+
+class ReaderReports:
+    """Takes the reports of readers for the next heartbeat. Thread-safe.
+
+    Args:
+        require_seen: raises if a dataset does not exist for a viewer. Its answer holds for 30 s.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        require_seen: Callable[[str, Viewer], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._require_seen = require_seen
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._rights: dict[tuple[Viewer, str], float] = {}  # until when, the oldest first
+        self._rates = Rates(_REPORTS_PER_S, _BURST)
+        self._waiting = WaitingReports()
+
+    def put(self, report: pb.ReaderReport, by: Principal) -> None:
+        """Takes a report of a principal; leaves it out if the principal sends too many.
+
+        Raises:
+            RequestError: it is no valid report.
+            DatasetNotFoundError: its dataset does not exist, or the principal may not read it.
+            NotReadyError, NodeUnavailableError: the coordinator does not know, or does not answer.
+        """
+        asked = report.dataset
+        report.namespace, report.principal = by.namespace, by.name
+        report.dataset = by.viewer.resolve(asked)
+        checked_report(report)
+        with self._lock:
+            now = self._clock()
+            if not self._rates.take(owner_of(report), now):
+                return
+            is_known = self._rights.get((by.viewer, report.dataset), now) > now
+        if not is_known:
+            self._require_seen(asked, by.viewer)
+            with self._lock:
+                self._rights.pop((by.viewer, report.dataset), None)
+                self._rights[by.viewer, report.dataset] = now + _RIGHT_S
+                if len(self._rights) > _MAX_RIGHTS:
+                    del self._rights[next(iter(self._rights))]
+        self._waiting.put(report)
+
+    def put_back(self, request: pb.HeartbeatRequest) -> None:
+        """Takes the reports of a heartbeat that must be sent again."""
+        for report in request.reports:
+            self._waiting.put(report, is_older=True)
+
+    def take(self) -> list[pb.ReaderReport]:
+        """Those that wait, the oldest first."""
+        return self._waiting.take()
