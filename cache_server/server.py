@@ -289,6 +289,7 @@ class _Status:
                 tuple(self.coordinator.summaries(viewer)),
                 tuple(jobs),
                 tuple(self.coordinator.seen_jobs(job, viewer=viewer) if is_known else ()),
+                len(self.coordinator.damaged),
             )
         return NodeStatus(
             node=node,

@@ -47,7 +47,7 @@ from cache_server.coordination.orphans import Orphans
 from cache_server.coordination.placement import place
 from cache_server.coordination.version_record import VersionRecord
 from cache_server.coordination.versions import Versions, newest
-from cache_server.coordination.views import Views
+from cache_server.coordination.views import Views, as_seen_by
 from cache_server.coordination.writes import Chosen, Writes
 from cache_server.plan.pinned_version import plan_version
 from cache_server.plan.shard_plan import same_shards
@@ -78,6 +78,7 @@ class Coordinator:
 
     Attributes:
         jobs: that read from the cache.
+        damaged: the catalogue entries that cannot be read.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class Coordinator:
         checks: HolderChecks | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._catalogue = catalogue
+        self._catalogue, self.damaged = catalogue, catalogue.damaged
         self._checks = HolderChecks(0) if checks is None else checks
         self._proven = self._written_proven = frozenset(catalogue.read_proven())
         self._writes_proven = threading.Lock()
@@ -110,7 +111,7 @@ class Coordinator:
         self._expected: str | None = None
         self._load_rate = LoadRate()
         self._epochs = EpochVersions(lease_s, clock)
-        self._versions = Versions(catalogue.read(), clock())
+        self._versions = Versions(catalogue.read(), clock(), catalogue.damaged)
         self._membership = Membership(catalogue, node_timeout_s, clock)
         self._clusters = Clusters(self._membership)
         self._views = Views(self._versions, self._membership.members, self._checks, lease_s)
@@ -349,9 +350,10 @@ class Coordinator:
         """The version whose rows an append follows; None: it makes a dataset.
 
         Raises:
-            RequestError: it was loaded. LoadError: some of its rows are lost.
+            RequestError: it was loaded. LoadError: some of its rows are lost, or it is damaged.
             NotReadyError: nodes may hold one, but the catalogue was lost.
         """
+        self._versions.require_undamaged(name)
         version = self._versions.find(name)
         if version is None:
             self._orphans.require_none(name, "")
@@ -498,6 +500,7 @@ class Coordinator:
             DatasetNotFoundError: lists the existing datasets.
             StaleVersionError: ``name`` exists, but not with this fingerprint.
             NotReadyError: nodes may hold it, but the catalogue was lost: see `Orphans`.
+            LoadError: its catalogue entry is damaged.
         """
         with self._changed:
             if follow is not None and not fingerprint:
@@ -532,9 +535,8 @@ class Coordinator:
     def datasets(self, viewer: Viewer = EVERYTHING) -> list[pb.DatasetInfo]:
         """The version that `get` returns of each dataset that a viewer sees, by name."""
         with self._changed:
-            return [
-                self._describe(version, viewer) for version in self._versions.newest_of_each(viewer)
-            ]
+            known = self._versions.newest_of_each(viewer)
+            return self._versions.damaged.among([self._describe(v, viewer) for v in known], viewer)
 
     def summaries(self, viewer: Viewer = EVERYTHING) -> list[pb.DatasetInfo]:
         """Like `datasets`, without schemas, shards and nodes; cheap, for the status page."""
@@ -544,8 +546,8 @@ class Coordinator:
                 summary = self._holdings(version).summarize()
                 if version.asked_at is not None and summary.state == pb.DATASET_STATE_LOADING:
                     summary.progress.elapsed_s = self._clock() - version.asked_at
-                summaries.append(_as_seen_by(viewer, summary))
-            return summaries
+                summaries.append(as_seen_by(viewer, summary))
+            return self._versions.damaged.among(summaries, viewer)
 
     def seen_jobs(
         self,
@@ -577,10 +579,10 @@ class Coordinator:
         full = viewer.resolve(name)
         with self._changed:
             orphans = self._orphans.find(full)
-            if not orphans:
+            if not orphans and self._versions.damaged.of(full) is None:
                 self._find(name, viewer=viewer)
             self._orphans.drop(*orphans)
-            self._forget(*(key for key in self._versions if key.dataset == full))
+            self._forget(*self._versions.named(full))
             if full == self._expected:
                 self._expected = None
             self._mark_changed()
@@ -607,7 +609,7 @@ class Coordinator:
                 version = self._find(name, fingerprint, viewer)
                 info = self._holdings(version).summarize()
                 loads = info.state == pb.DATASET_STATE_LOADING
-                info = _as_seen_by(viewer, info) if loads else self._describe(version, viewer)
+                info = as_seen_by(viewer, info) if loads else self._describe(version, viewer)
                 took_s = time.perf_counter() - begun
             yield info
             if not loads:
@@ -689,8 +691,7 @@ class Coordinator:
             # An untrusted node changes nothing, so that its files can be examined.
             kept: Set[VersionKey] = member.actual.keys()
             if is_placed:
-                unknown = kept - self._versions.keys()
-                kept = {key for key in unknown if PutKey.of(key.fingerprint) is None}
+                kept = kept - self._versions.keys()
                 kept = kept & self._orphans.find() if kept else kept
             for key in sorted(kept, key=astuple):
                 wanted.kept.add(dataset=key.dataset, fingerprint=key.fingerprint)
@@ -878,6 +879,7 @@ class Coordinator:
         full = viewer.resolve(name)
         error = self._versions.not_found(name, fingerprint, viewer)
         if viewer.can_read(full, ()):
+            self._versions.require_undamaged(full, fingerprint)
             self._orphans.require_none(full, fingerprint)
             if full == self._expected and isinstance(error, DatasetNotFoundError):
                 raise NotReadyError(
@@ -939,7 +941,7 @@ class Coordinator:
     def _forget(self, *keys: VersionKey) -> None:
         self._orphans.drop(*keys)
         for key in keys:
-            self._versions.pop(key).release()
+            self._versions.forget(key)
             self._views.forget(key)
             self._checks.forget(key)
             self._catalogue.forget(key)
@@ -951,7 +953,7 @@ class Coordinator:
         return self._views.look(version, self._clusters.look())
 
     def _describe(self, version: VersionRecord, viewer: Viewer) -> pb.DatasetInfo:
-        return _as_seen_by(viewer, self._views.describe(self._holdings(version)))
+        return as_seen_by(viewer, self._views.describe(self._holdings(version)))
 
     def _check_capacity(self, wanted: VersionRecord) -> None:
         """Refuses a version that cannot fit: a new one, or one with another spec."""
@@ -972,22 +974,11 @@ class Coordinator:
     def _will_be_removed(self, key: VersionKey, actual: pb.ActualDataset) -> bool:
         """Whether a node removes a version at its next heartbeat."""
         if (put := PutKey.of(key.fingerprint)) is not None:
-            return not self._writes.keeps(put)
+            return not self._writes.keeps(put) and key not in self._orphans.find()
         version = self._versions.get(key)
         if version is None:
             return key not in self._orphans.find()
         return version.failure is not None or not version.is_current(actual)
-
-
-def _as_seen_by(viewer: Viewer, info: pb.DatasetInfo) -> pb.DatasetInfo:
-    """The description with the name that a viewer uses; a view's own is never changed."""
-    name = viewer.shown(info.spec.name)
-    if name == info.spec.name:
-        return info
-    seen = pb.DatasetInfo()
-    seen.CopyFrom(info)
-    seen.spec.name = name
-    return seen
 
 
 def _with_replicas(spec: DatasetSpec, replicas: int) -> DatasetSpec:

@@ -3,7 +3,8 @@
     <cache_dir>/<dataset>/<fingerprint>/shard-00007.arrow     one Arrow IPC file, one record batch;
                                                               versions may share it by a hard link
     <cache_dir>/<dataset>/<fingerprint>/manifest.jsonl        a line for each sealed shard
-    <cache_dir>/.lock, .node-id                               one process, one lasting name
+    <cache_dir>/.lock, .node-id                               one process, one lasting name: see
+                                                              `node_name`
     <cache_dir>/.scratch/                                     temporary files
     <cache_dir>/.removed-*/                                   dropped, soon freed
 
@@ -16,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import hashlib
 import logging
 import os
 import shutil
@@ -38,12 +38,11 @@ from cache_protocol.storage import piece_digests
 from cache_protocol.storage.layout import Layout
 from cache_protocol.storage.shard_files import (
     MANIFEST,
-    NODE_ID_FILE,
     MappedShard,
     SealedShard,
     shard_file_name,
 )
-from cache_server.shards import adoption, manifest, told_names
+from cache_server.shards import adoption, manifest, node_name, told_names
 from cache_server.shards.checksums import PieceDigests, file_digests
 from cache_server.shards.disk import fsync, remove, remove_empty, remove_file
 from cache_server.shards.draft import ShardDraft, shard_writer
@@ -103,7 +102,7 @@ class ShardStore:
             self._lock_file.close()
             raise ConfigError(f"cache_dir {cache_dir} is used by another cache node") from None
         try:
-            self.node_id = self._load_node_id(address)
+            self.node_id = node_name.load(cache_dir, address)
             for path in (self.scratch, *cache_dir.glob(f"{_REMOVED}*")):
                 remove(path)  # left by a killed process
             self._shards = adoption.adopt_all(cache_dir, adopt_threads)
@@ -498,16 +497,6 @@ class ShardStore:
     def _release(self, path: Path) -> None:
         with self._lock:
             self._reserved.pop(path, None)
-
-    def _load_node_id(self, address: str | None) -> str:
-        path = self.cache_dir / NODE_ID_FILE
-        try:
-            if not path.exists() or not path.read_text(encoding="utf-8"):
-                lasting = address and hashlib.blake2b(address.encode(), digest_size=6).hexdigest()
-                path.write_text(lasting or uuid.uuid4().hex[:12], encoding="utf-8")
-            return path.read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"cannot use the name of the node in {path}: {error}") from None
 
 
 def write_shard_file(path: Path, batch: pa.RecordBatch) -> None:
