@@ -48,7 +48,7 @@ from cache_server.coordination.placement import place
 from cache_server.coordination.version_record import VersionRecord
 from cache_server.coordination.versions import Versions, newest
 from cache_server.coordination.views import Views, as_seen_by
-from cache_server.coordination.writes import Chosen, Writes
+from cache_server.coordination.writes import Chosen, Writes, new_write
 from cache_server.plan.pinned_version import plan_version
 from cache_server.plan.shard_plan import same_shards
 from cache_server.shards.put_key import PutKey
@@ -279,15 +279,21 @@ class Coordinator:
             if not nodes:
                 raise NotReadyError("no node can take rows yet")
             before = self._appended_to(request.spec.name) if request.append else None
-            write = self._writes.begin(request, arriving, before.pinned if before else None)
-            response = pb.BeginWriteResponse(
-                write_id=write.write_id,
-                dataset=by.viewer.shown(write.spec.name),
-                schema=write.logical.serialize().to_pybytes(),
-                nodes=nodes,
-            )
+        write = new_write(request, arriving, before.pinned if before else None, by)
+        with self._changed:
+            self._writes.begin(write)
         self._notify_listeners()
-        return response
+        return pb.BeginWriteResponse(
+            write_id=write.write_id,
+            dataset=by.viewer.shown(write.spec.name),
+            schema=write.schema,
+            nodes=nodes,
+        )
+
+    def write_schema(self, write_id: str) -> bytes:
+        """The schema of an open write; see `Writes.schema`."""
+        with self._changed:
+            return self._writes.schema(write_id)
 
     def commit_write(
         self, write_id: str, wanted: Collection[Chosen], *, by: Principal = ANYONE
@@ -677,7 +683,9 @@ class Coordinator:
             self._settle()
             wanted = pb.HeartbeatResponse(
                 room_may_come=not self._membership.is_stable(),
-                writes=self._writes.messages(self._versions.moving()),
+                writes=self._writes.messages(
+                    self._versions.moving(), with_schemas=not request.takes_digests
+                ),
             )
             # A node that is not placed yet keeps what it has.
             is_placed = node_id in self._clusters.look().alive and not member.untrusted

@@ -64,6 +64,7 @@ from cache_server.node.reconcile import (
 from cache_server.node.row_values import RowValues
 from cache_server.node.status import VersionStatus
 from cache_server.node.version_state import Load, VersionState
+from cache_server.node.write_schemas import WriteSchemas
 from cache_server.secrets import error_text
 from cache_server.shards.checksums import PieceDigests
 from cache_server.shards.put_key import PutKey
@@ -104,6 +105,9 @@ class CoordinatorLink(Protocol):
 
     def datasets(self, viewer: Viewer = EVERYTHING) -> list[pb.DatasetInfo]:
         """Every dataset that a viewer sees."""
+
+    def write_schema(self, write_id: str) -> bytes:
+        """The schema of an open write."""
 
 
 class Node:
@@ -156,7 +160,8 @@ class Node:
         self.row_values = RowValues(store.free_bytes, at_once=load_threads)
         self._beats = threading.Condition()
         self._begun = self._answered = 0  # heartbeats
-        self._puts = Puts(store, self._memory, description.id, self._beat, self._stop)
+        schemas = WriteSchemas(link.write_schema)
+        self._puts = Puts(store, self._memory, schemas, description.id, self._beat, self._stop)
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self.coordinator = pb.CoordinatorEndpoints()
 

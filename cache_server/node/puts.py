@@ -24,9 +24,11 @@ from cache_protocol.errors import (
     NodeUnavailableError,
     RequestError,
 )
+from cache_protocol.storage.layout import Layout
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.node.desired import OpenWrite
 from cache_server.node.load_memory import LoadMemory
+from cache_server.node.write_schemas import WriteSchemas
 from cache_server.plan.written_version import column_problems
 from cache_server.shards.packing import ShardBuilder
 from cache_server.shards.put_key import PutKey, put_checksum
@@ -59,6 +61,7 @@ class Puts:
     Args:
         store: of the node.
         memory: that puts share with loads.
+        schemas: of the open writes.
         node_id: of the node.
         beat: sends a heartbeat, and returns when its answer was applied.
         stop: set when the node stops.
@@ -68,12 +71,14 @@ class Puts:
         self,
         store: ShardStore,
         memory: LoadMemory,
+        schemas: WriteSchemas,
         node_id: str,
         beat: Callable[[], None],
         stop: threading.Event,
     ) -> None:
         self._store = store
         self._memory = memory
+        self._schemas = schemas
         self._node_id = node_id
         self._beat = beat
         self._stop = stop
@@ -91,6 +96,7 @@ class Puts:
         """Takes the open writes of an answer; forgets the puts of others."""
         with self._lock:
             self._writes = writes
+            self._schemas.keep(writes.values())
             for ended in [attempt for attempt in self._complete if attempt[0] not in writes]:
                 del self._complete[ended]
 
@@ -128,9 +134,10 @@ class Puts:
             raise RequestError(
                 f"write {request.write_id} is of {write.dataset!r}, not of {request.dataset!r}"
             )
-        if problems := column_problems(schema, write.logical):
+        layout = self._schemas.layout(write)
+        if problems := column_problems(schema, layout.logical):
             raise RequestError(f"the put has other columns than its write: {'; '.join(problems)}")
-        stream = _PutStream(self._while_open(write, messages), write)
+        stream = _PutStream(self._while_open(write, messages), write, layout)
         attempt = request.write_id, request.partition, request.attempt
         _, known = self._complete.get(attempt, (None, None))
         if known is not None:
@@ -191,12 +198,12 @@ class Puts:
         self, write: OpenWrite, put: PutKey, key: VersionKey, stream: _PutStream
     ) -> pb.PutResult:
         result = pb.PutResult(partition=put.partition, attempt=put.attempt, node_id=self._node_id)
-        has_plain = bool(write.layout.plain_fields)
+        has_plain = bool(stream.layout.plain_fields)
         unsealed = write.target_shard_bytes * (2 if has_plain else 1)
         wait = _Wait(self, write)
         with self._memory.hold(wait, _MESSAGES_BYTES + unsealed):
             for index, (num_rows, batches) in enumerate(stream.shards()):
-                shard = self._seal(write, key, index, num_rows, batches, wait)
+                shard = self._seal(write, stream.layout, key, index, num_rows, batches, wait)
                 result.num_rows += shard.num_rows
                 result.num_bytes += shard.num_bytes
                 result.shards.append(shard)
@@ -206,6 +213,7 @@ class Puts:
     def _seal(
         self,
         write: OpenWrite,
+        layout: Layout,
         key: VersionKey,
         index: int,
         num_rows: int,
@@ -214,13 +222,11 @@ class Puts:
     ) -> pb.SealedShard:
         with ExitStack() as stack:
             draft = None
-            if write.layout.fixed_row_bytes:
+            if layout.fixed_row_bytes:
                 draft = wait.for_room(
-                    lambda: stack.enter_context(
-                        self._store.draft(key, index, write.layout, num_rows)
-                    )
+                    lambda: stack.enter_context(self._store.draft(key, index, layout, num_rows))
                 )
-            builder = ShardBuilder(write.logical, num_rows, draft, refuse_nulls=write.refuse_nulls)
+            builder = ShardBuilder(layout.logical, num_rows, draft, refuse_nulls=write.refuse_nulls)
             for batch in batches:
                 try:
                     builder.append(batch)
@@ -290,12 +296,14 @@ class _PutStream:
     """The rows of a put, shard by shard. Used by one thread.
 
     Attributes:
+        layout: of the stored rows.
         num_rows: that have come.
     """
 
-    def __init__(self, messages: Iterator[PutMessage], write: OpenWrite) -> None:
+    def __init__(self, messages: Iterator[PutMessage], write: OpenWrite, layout: Layout) -> None:
         self._messages = messages
         self._write = write
+        self.layout = layout
         self._next: tuple[pa.RecordBatch, int] | None = None
         self._has_ended = False
         self.num_rows = 0
@@ -334,8 +342,8 @@ class _PutStream:
         kept: list[pa.RecordBatch] = []
         kept_bytes, taken = 0, (batch, 0)
         while True:
-            for piece in _pieces(taken[0], self._write):
-                num_bytes = self._write.layout.stored_bytes(piece)
+            for piece in _pieces(taken[0], self.layout, self._write.target_shard_bytes):
+                num_bytes = self.layout.stored_bytes(piece)
                 if kept and kept_bytes + num_bytes > self._write.target_shard_bytes:
                     yield sum(one.num_rows for one in kept), kept
                     kept, kept_bytes = [], 0
@@ -371,10 +379,10 @@ class _PutStream:
         raise RequestError("the put ended without a PutEnd: its writer stopped")
 
 
-def _pieces(batch: pa.RecordBatch, write: OpenWrite) -> Iterator[pa.RecordBatch]:
+def _pieces(batch: pa.RecordBatch, layout: Layout, shard_bytes: int) -> Iterator[pa.RecordBatch]:
     """The batch in runs of rows, each at most a sixteenth of a shard."""
-    row_bytes = max(1, write.layout.stored_bytes(batch) // batch.num_rows)
-    step = max(1, write.target_shard_bytes // 16 // row_bytes)
+    row_bytes = max(1, layout.stored_bytes(batch) // batch.num_rows)
+    step = max(1, shard_bytes // 16 // row_bytes)
     for start in range(0, batch.num_rows, step):
         yield batch.slice(start, step)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +22,7 @@ from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.node.desired import OpenWrite
 from cache_server.node.load_memory import LoadMemory
 from cache_server.node.puts import PutMessage, Puts
+from cache_server.node.write_schemas import WriteSchemas
 from cache_server.shards.store import ShardStore
 from cache_server.shards.version_key import VersionKey
 
@@ -34,15 +37,34 @@ class Harness:
     def __init__(self, store: ShardStore, container_bytes: int | None = None) -> None:
         self.store, self.stop = store, threading.Event()
         self.memory = LoadMemory(container_bytes, lambda: 0)
-        self.puts = Puts(store, self.memory, "node", self.beat, self.stop)
+        self.schema, self.fetched = SCHEMA, 0
+        schemas = WriteSchemas(self.fetch)
+        self.puts = Puts(store, self.memory, schemas, "node", self.beat, self.stop)
         self.beats = 0
         self.open()
 
     def beat(self) -> None:
         self.beats += 1
 
-    def open(self, *, schema: pa.Schema = SCHEMA, committed: bool = False) -> None:
-        write = OpenWrite(WRITE, "t", schema, 8 * SHARD_ROWS, False, 0.0, committed)
+    def fetch(self, write_id: str) -> bytes:
+        self.fetched += 1
+        return self.schema.serialize().to_pybytes()
+
+    def open(
+        self,
+        *,
+        schema: pa.Schema = SCHEMA,
+        committed: bool = False,
+        earlier_release: bool = False,
+        full_wait_s: float = 0.0,
+    ) -> None:
+        self.schema = schema
+        data = schema.serialize().to_pybytes()
+        digest = hashlib.sha256(data).hexdigest()
+        size = 8 * SHARD_ROWS
+        write = OpenWrite(WRITE, "t", digest, size, False, full_wait_s, committed)
+        if earlier_release:
+            write = replace(write, schema_digest="", schema=data)
         self.puts.update({WRITE: write})
 
     def put(
@@ -226,3 +248,22 @@ def test_a_moved_shard_has_its_bytes_once_under_its_new_name(harness: Harness) -
     harness.store.close()
     with ShardStore(harness.store.cache_dir) as again:
         assert again.shards(version).keys() == moved.keys()
+
+
+@pytest.mark.parametrize("earlier_release", [True, False])
+def test_a_schema_is_asked_for_once(harness: Harness, earlier_release: bool) -> None:
+    harness.open(earlier_release=earlier_release)
+
+    for attempt in range(3):
+        harness.put(chained(rows(5), end(5)), attempt)
+        harness.open(earlier_release=earlier_release)
+
+    assert harness.fetched == (0 if earlier_release else 1)
+
+
+def test_a_schema_with_another_digest_is_refused(harness: Harness) -> None:
+    harness.schema = pa.schema([("row", pa.int32())])
+
+    with pytest.raises(InvalidTicketError, match="another digest"):
+        harness.put(chained(rows(5), end(5)))
+    assert harness.store.versions() == {}
