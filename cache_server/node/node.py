@@ -32,7 +32,7 @@ from cache_protocol.storage.shard_files import MappedShard
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.wire.backoff import pause_s, rest_s
 from cache_protocol.wire.credentials import NO_CREDENTIALS, Credentials
-from cache_server.auth.principals import EVERYTHING, Viewer
+from cache_server.auth.principals import ANYONE, EVERYTHING, Principal, Viewer
 from cache_server.coordination.jobs import checked_report
 from cache_server.node import loading
 from cache_server.node.desired import DesiredState, DesiredVersion
@@ -372,11 +372,10 @@ class Node:
         request: pb.PutRequest,
         schema: pa.Schema,
         messages: Iterator[PutMessage],
-        *,
-        check: Callable[[str], None] = lambda dataset: None,
+        by: Principal = ANYONE,
     ) -> pb.PutResult:
         """Seals the rows of one attempt at a partition of a write; see `Puts.put`."""
-        return self._puts.put(request, schema, messages, check=check)
+        return self._puts.put(request, schema, messages, by)
 
     def take_report(self, report: pb.ReaderReport) -> None:
         """Sends a report of a reader on with the next heartbeat; drops the oldest of too many.

@@ -10,7 +10,8 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import NamedTuple, TypeVar
 
@@ -24,8 +25,10 @@ from cache_protocol.errors import (
     NodeUnavailableError,
     RequestError,
 )
+from cache_protocol.spec.dataset_names import namespace_of
 from cache_protocol.storage.layout import Layout
 from cache_protocol.v1 import cache_pb2 as pb
+from cache_server.auth.principals import ANYONE, Principal
 from cache_server.node.desired import OpenWrite
 from cache_server.node.load_memory import LoadMemory
 from cache_server.node.write_schemas import WriteSchemas
@@ -41,6 +44,7 @@ _T = TypeVar("_T")
 _Attempt = tuple[str, int, int]  # write, partition, attempt
 _LOOK_AGAIN_S = 0.2  # for room
 _MESSAGES_BYTES = 32 << 20  # of a put: messages on their way, and the block that packs them
+_PRINCIPAL_SHARE, _NAMESPACE_SHARE = 0.5, 0.75  # of the memory of loads and puts
 
 
 class PutMessage(NamedTuple):
@@ -86,6 +90,7 @@ class Puts:
         self._writes: Mapping[str, OpenWrite] = {}
         self._complete: dict[_Attempt, tuple[VersionKey, pb.PutResult]] = {}
         self._running: set[PutKey] = set()
+        self._waits: list[_Wait] = []  # of the running puts, the oldest first
 
     @property
     def are_running(self) -> bool:
@@ -110,8 +115,7 @@ class Puts:
         request: pb.PutRequest,
         schema: pa.Schema,
         messages: Iterator[PutMessage],
-        *,
-        check: Callable[[str], None] = lambda dataset: None,
+        by: Principal = ANYONE,
     ) -> pb.PutResult:
         """Seals the rows of one attempt at a partition.
 
@@ -121,15 +125,16 @@ class Puts:
         Args:
             request: with the full name of the dataset.
             schema: of the batches.
-            check: called with the name of the dataset, to refuse the caller.
+            by: sends it.
 
         Raises:
+            PermissionDeniedError: the write is of another namespace.
             RequestError: the write is not open, or the rows are not those of the write.
             LoadError: a value cannot be stored; or, as a `NoRoomError`, the node stayed full.
             NodeUnavailableError: the node stops, or cannot reach its coordinator.
         """
         write = self._open_write(request.write_id)
-        check(write.dataset)
+        by.require_own(write.dataset, "a write")
         if request.dataset != write.dataset:
             raise RequestError(
                 f"write {request.write_id} is of {write.dataset!r}, not of {request.dataset!r}"
@@ -153,7 +158,7 @@ class Puts:
         key = put.version_key(write.dataset)
         self._running.add(put)
         try:
-            result = self._seal_all(write, put, key, stream)
+            result = self._seal_all(write, put, key, stream, by.name)
             with self._lock:  # of two streams of one attempt at once, the last one stays
                 self._complete[attempt] = key, result
             self._beat()
@@ -195,17 +200,20 @@ class Puts:
             yield message
 
     def _seal_all(
-        self, write: OpenWrite, put: PutKey, key: VersionKey, stream: _PutStream
+        self, write: OpenWrite, put: PutKey, key: VersionKey, stream: _PutStream, owner: str
     ) -> pb.PutResult:
         result = pb.PutResult(partition=put.partition, attempt=put.attempt, node_id=self._node_id)
         has_plain = bool(stream.layout.plain_fields)
         unsealed = write.target_shard_bytes * (2 if has_plain else 1)
-        wait = _Wait(self, write)
-        with self._memory.hold(wait, _MESSAGES_BYTES + unsealed):
+        wait = _Wait(self, write, owner)
+        namespace = namespace_of(write.dataset)
+        shares = {f"{namespace}/{owner}": _PRINCIPAL_SHARE, namespace: _NAMESPACE_SHARE}
+        with wait, self._memory.hold(wait, _MESSAGES_BYTES + unsealed, shares):
             for index, (num_rows, batches) in enumerate(stream.shards()):
                 shard = self._seal(write, stream.layout, key, index, num_rows, batches, wait)
                 result.num_rows += shard.num_rows
                 result.num_bytes += shard.num_bytes
+                wait.sealed_bytes = wait.held_bytes = result.num_bytes
                 result.shards.append(shard)
         result.checksum = put_checksum(shard.checksum for shard in result.shards)
         return result
@@ -224,7 +232,9 @@ class Puts:
             draft = None
             if layout.fixed_row_bytes:
                 draft = wait.for_room(
-                    lambda: stack.enter_context(self._store.draft(key, index, layout, num_rows))
+                    lambda: stack.enter_context(
+                        self._store.draft(key, index, layout, num_rows, wait.grow)
+                    )
                 )
             builder = ShardBuilder(layout.logical, num_rows, draft, refuse_nulls=write.refuse_nulls)
             for batch in batches:
@@ -256,12 +266,28 @@ def _not_open(write_id: str) -> RequestError:
 
 
 class _Wait:
-    """Waits of one put, together at most as long as its write allows."""
+    """Waits of one put, together at most as long as its write allows. A context manager.
 
-    def __init__(self, puts: Puts, write: OpenWrite) -> None:
+    Two puts could wait for the room of each other. So of those whose rows came and do not fit, one
+    waits, and the others give way.
+    """
+
+    def __init__(self, puts: Puts, write: OpenWrite, owner: str) -> None:
         self._puts = puts
         self._write = write
         self._ends_at: float | None = None
+        self.namespace, self.owner = namespace_of(write.dataset), owner
+        self.sealed_bytes = self.held_bytes = 0
+        self.is_stuck = False
+
+    def __enter__(self) -> _Wait:
+        with self._puts._lock:
+            self._puts._waits.append(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._puts._lock:
+            self._puts._waits.remove(self)
 
     def check_wanted(self) -> None:
         """Raises an error when the put has waited for too long, or its write has ended."""
@@ -272,7 +298,19 @@ class _Wait:
         if now >= self._ends_at:
             raise NoRoomError("other loads and puts took all memory")
 
-    def for_room(self, action: Callable[[], _T]) -> _T:
+    def grow(self, num_bytes: int, reserve: Callable[[], None]) -> None:
+        """Waits until the file of the put has room for the rows that came.
+
+        Raises:
+            NoRoomError: there is none, or the put gives way to another one.
+        """
+        try:
+            self.for_room(reserve, gives_way=True)
+        finally:
+            self.is_stuck = False
+        self.held_bytes = self.sealed_bytes + num_bytes
+
+    def for_room(self, action: Callable[[], _T], *, gives_way: bool = False) -> _T:
         """Repeats an action while there is no room for it.
 
         Raises:
@@ -282,6 +320,11 @@ class _Wait:
             try:
                 return action()
             except NoRoomError as error:
+                if gives_way and self._gives_way():
+                    raise NoRoomError(
+                        f"node {self._puts._node_id} is full, and other puts go first: {error}; "
+                        "put the rows again later, drop a dataset, or add nodes"
+                    ) from None
                 try:
                     self.check_wanted()
                 except NoRoomError:
@@ -290,6 +333,32 @@ class _Wait:
                         f"{error}; drop a dataset, or add nodes"
                     ) from None
             self._puts._stop.wait(_LOOK_AGAIN_S)
+
+    def _gives_way(self) -> bool:
+        """Whether another put that is stuck goes first: see `_first`."""
+        with self._puts._lock:
+            self.is_stuck = True
+            return _first(self._puts._waits) is not self
+
+
+def _first(waits: Sequence[_Wait]) -> _Wait:
+    """Which of the stuck puts goes first.
+
+    Args:
+        waits: of all running puts, in the order of their begins.
+
+    Returns:
+        That of the namespace, then the principal, whose puts hold the least; then the oldest.
+    """
+    of_namespace: Counter[str] = Counter()
+    of_owner: Counter[tuple[str, str]] = Counter()
+    for wait in waits:
+        of_namespace[wait.namespace] += wait.held_bytes
+        of_owner[wait.namespace, wait.owner] += wait.held_bytes
+    return min(
+        (wait for wait in waits if wait.is_stuck),
+        key=lambda wait: (of_namespace[wait.namespace], of_owner[wait.namespace, wait.owner]),
+    )
 
 
 class _PutStream:

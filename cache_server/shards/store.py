@@ -162,12 +162,20 @@ class ShardStore:
 
     @contextlib.contextmanager
     def draft(
-        self, key: VersionKey, index: int, layout: Layout, num_rows: int
+        self,
+        key: VersionKey,
+        index: int,
+        layout: Layout,
+        num_rows: int,
+        grow: Callable[[int, Callable[[], None]], None] | None = None,
     ) -> Iterator[ShardDraft]:
         """A file to fill and then to `seal` as shard ``index``; removed if it is not sealed.
 
         Args:
             num_rows: of the shard, exactly; at least 1.
+            grow: the rows may never come: room is held only for those that did. Called before the
+                file grows, with its bytes then and an action to call, which raises `NoRoomError`
+                while they do not fit. None: the room for all rows is held now.
 
         Raises:
             NoRoomError: it does not fit. LoadError: it cannot be written.
@@ -176,14 +184,25 @@ class ShardStore:
         path = directory / _temporary_name(index)
         size = num_rows * layout.fixed_row_bytes
         self._reserve(path, size)
+        if grow is not None:
+            self._release(path)  # it would fit now
+
+        def step(num_bytes: int) -> None:
+            assert grow is not None
+            grow(num_bytes, lambda: self._reserve(path, num_bytes))
+
         try:
             try:
                 self._create(path)
-                draft = ShardDraft(path, layout, num_rows)
+                draft = ShardDraft(path, layout, num_rows, step if grow else None)
             except OSError as error:
                 raise _cannot_write(key, index, size, directory, error) from None
             with draft:
                 yield draft
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise  # of the caller
+            raise _cannot_write(key, index, size, directory, error) from None
         finally:
             remove_file(path)
             self._release(path)

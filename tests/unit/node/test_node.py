@@ -78,6 +78,9 @@ class Harness:
     def get(self, name: str, fingerprint: str = "") -> pb.DatasetInfo:
         return self.coordinator.get(name, fingerprint)
 
+    def write_schema(self, write_id: str) -> bytes:
+        return self.coordinator.write_schema(write_id)
+
     def datasets(self) -> list[pb.DatasetInfo]:
         return self.coordinator.datasets()
 
