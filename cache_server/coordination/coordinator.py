@@ -526,6 +526,7 @@ class Coordinator:
         }
         if (latest := newest(ready.values())) is None:
             return ""
+        self._versions.require_undamaged(full)
         asked = viewer.namespace, follow.job, follow.epoch, full
         return self._epochs.choose(asked, latest.pinned.key.fingerprint, ready.keys())
 

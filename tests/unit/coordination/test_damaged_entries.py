@@ -228,8 +228,9 @@ def test_an_older_version_does_not_stand_in_for_a_damaged_one(
 
     settle(node.restart(again))
     assert again.get("table", old.fingerprint).state == pb.DATASET_STATE_READY
-    with pytest.raises(LoadError, match="damaged"):
-        again.get("table")
+    for follow in (None, pb.EpochOfJob(job="job", epoch=1)):
+        with pytest.raises(LoadError, match="damaged"):
+            again.get("table", follow=follow)
 
 
 def test_rows_of_a_damaged_dataset_are_not_appended_to(restarted: Restarted) -> None:
