@@ -286,6 +286,7 @@ class _Status:
                 tuple(self.coordinator.summaries(viewer)),
                 tuple(jobs),
                 tuple(self.coordinator.jobs.jobs(job, viewer=viewer) if is_known else ()),
+                len(self.coordinator.damaged),
             )
         return NodeStatus(
             node=node,

@@ -155,7 +155,7 @@ def false_report(info: pb.DatasetInfo, node: pb.Node) -> pb.HeartbeatRequest:
 
 def false_copy(directory: Path, copy: Path, node_id: str) -> None:
     """Copies the directory of a node under another id, with other values in its files."""
-    shutil.copytree(directory, copy, ignore=shutil.ignore_patterns(".log", ".scratch"))
+    shutil.copytree(directory, copy, ignore=shutil.ignore_patterns(".log", ".scratch", "*.sha256"))
     (copy / NODE_ID_FILE).write_text(node_id, encoding="utf-8")
     for path in copy.rglob("shard-*.arrow"):
         data = path.read_bytes()

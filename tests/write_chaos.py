@@ -128,6 +128,9 @@ class ChaosCache:
     def get(self, name: str, fingerprint: str = "", **_: Any) -> pb.DatasetInfo:
         return self.coordinator.get(name, fingerprint)
 
+    def write_schema(self, write_id: str) -> bytes:
+        return self.coordinator.write_schema(write_id)
+
     def datasets(self, *_: Any) -> list[pb.DatasetInfo]:
         return self.coordinator.datasets()
 

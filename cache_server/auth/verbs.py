@@ -33,6 +33,7 @@ ROLES: Mapping[str, Role | None] = {
     f"grpc {_COORDINATOR}BeginWrite": Role.WRITER,
     f"grpc {_COORDINATOR}CommitWrite": Role.WRITER,
     f"grpc {_COORDINATOR}AbortWrite": Role.WRITER,
+    f"grpc {_COORDINATOR}GetWriteSchema": Role.NODE,
     f"grpc {_COORDINATOR}ListNodes": Role.READER,
     f"grpc {_COORDINATOR}ListJobs": Role.READER,
     f"grpc {_COORDINATOR}Heartbeat": Role.NODE,

@@ -1,11 +1,14 @@
 """The state that a coordinator keeps on disk, to decide the same after a restart.
 
 <cache_dir>/.catalogue/<dataset>@<fingerprint>.json    one version: its plan and its shards
+<cache_dir>/.catalogue/*.json.damaged                  one that cannot be read; set aside
 <cache_dir>/.catalogue/<dataset>@<fingerprint>.log     the groups in which its shards were sealed
 <cache_dir>/.members.json                              the nodes that ever joined
 <cache_dir>/.proven-members.json                       those that hold a shard for certain
 <cache_dir>/.dropped.json                              dropped versions, with their attempts
 <cache_dir>/.catalogue-made                            empty; its time is the first start
+
+Each file has a checksum: see `state_files`. A damaged one is never taken for another.
 """
 
 from __future__ import annotations
@@ -14,23 +17,28 @@ import json
 import logging
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
+from typing import Any, TypeVar
 
 import pyarrow as pa
 from google.protobuf import json_format
 
-from cache_protocol.errors import CacheError, ConfigError, from_proto, to_proto
+from cache_protocol.errors import CacheError, from_proto, to_proto
 from cache_protocol.v1 import cache_pb2 as pb
+from cache_server.coordination.damaged_entries import DamagedEntries, DamagedEntry, key_of_entry
 from cache_server.plan.pinned_version import PinnedVersion, split_to_proto
-from cache_server.shards.disk import replace_file
+from cache_server.shards import state_files
+from cache_server.shards.disk import remove_file
 from cache_server.shards.version_key import VersionKey
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 4  # of an entry; raise it with every addition
+_FORMAT = 5  # of an entry; raise it with every addition
+_T = TypeVar("_T")
+_WRONG = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
 
 @dataclass(frozen=True)
@@ -84,9 +92,14 @@ class CatalogueEntry:
 
 
 class Catalogue:
-    """Files in ``directory``, each replaced atomically. One thread at a time."""
+    """Files in ``directory``, each replaced atomically. One thread at a time.
+
+    Attributes:
+        damaged: the entries that `read` set aside, until `forget` or `write`.
+    """
 
     def __init__(self, directory: Path) -> None:
+        self.damaged = DamagedEntries()
         self._entries = directory / ".catalogue"
         self._members = directory / ".members.json"
         self._proven = directory / ".proven-members.json"
@@ -133,7 +146,6 @@ class Catalogue:
             keeps_every_row=pinned.keeps_every_row,
             created=created,
             was_ready=was_ready,
-            format=_FORMAT,
             failure=None if failure is None else to_proto(failure),
             owner=owner,
         )
@@ -150,7 +162,8 @@ class Catalogue:
                 checksum=summary.checksum,
                 nulls=summary.nulls,
             )
-        replace_file(self._path(pinned.key), json_format.MessageToJson(entry, indent=None))
+        _write_entry(self._path(pinned.key), entry)
+        self._forget_damaged(pinned.key)
 
     def write_log(self, key: VersionKey, log: CatalogueLog) -> None:
         """Writes the log of one version.
@@ -168,25 +181,64 @@ class Catalogue:
             for group in log.groups
         ]
         content = {"id": log.log_id, "attempt": log.attempt, "groups": groups}
-        replace_file(_log_path(self._path(key)), json.dumps(content))
+        state_files.write(_log_path(self._path(key)), json.dumps(content))
 
     def forget(self, key: VersionKey) -> None:
-        """Removes one version."""
+        """Removes one version; also a damaged one."""
         path = self._path(key)
-        path.unlink(missing_ok=True)
-        _log_path(path).unlink(missing_ok=True)
+        remove_file(path)
+        remove_file(_log_path(path))
+        self._forget_damaged(key)
+
+    def _forget_damaged(self, key: VersionKey) -> None:
+        self.damaged.pop(key, None)
+        remove_file(_aside(self._path(key)))
 
     def read(self) -> list[CatalogueEntry]:
-        """Every version, oldest first.
+        """Every version, oldest first; damaged ones are set aside and in `damaged`.
+
+        Entries that were set aside before are tried again: another release may have written them.
 
         Raises:
-            ConfigError: names a file that a newer release wrote, or that cannot be read.
+            ConfigError: this process may not open a file.
         """
+        for aside in self._entries.glob(f"*.json{state_files.DAMAGED}"):
+            path = aside.with_suffix("")
+            if not path.exists():
+                aside.rename(path)
         paths = self._entries.glob("*.json")
-        entries = [
-            _read_entry(path) for path in sorted(paths, key=lambda path: path.stat().st_mtime_ns)
-        ]
+        found = map(self._read, sorted(paths, key=lambda path: path.lstat().st_mtime_ns))
+        entries = (entry for entry in found if entry is not None)
         return sorted(entries, key=lambda entry: entry.created)
+
+    def _read(self, path: Path) -> CatalogueEntry | None:
+        """One entry, with a checksum from now on; None: it is damaged, and was set aside."""
+        try:
+            content, has_checksum = state_files.read(path)
+        except (OSError, ValueError) as error:
+            self._set_aside(path, error)
+            return None
+        try:
+            message = _parse_entry(content)
+            entry = _decode(message, _read_log(_log_path(path), message.plan.attempt))
+            if path != self._path(entry.pinned.key):
+                raise ValueError(f"it is of another version, {entry.pinned.key}")
+        except (*_WRONG, json_format.ParseError, pa.ArrowException, CacheError) as error:
+            self._set_aside(path, error)
+            return None
+        if not has_checksum:
+            try:
+                _write_entry(path, message)
+            except OSError as error:
+                logger.error("checksum not written path=%s reason=%s", path, error.strerror)
+        remove_file(_aside(path))  # it was put back
+        return entry
+
+    def _set_aside(self, path: Path, error: Exception) -> None:
+        reason = str(error).partition("\n")[0]
+        aside = state_files.set_aside(path, reason)
+        if (key := key_of_entry(path.name)) is not None:
+            self.damaged[key] = DamagedEntry(aside, reason)
 
     def write_members(self, node_ids: Iterable[str]) -> None:
         """Writes the ids of the nodes.
@@ -194,14 +246,14 @@ class Catalogue:
         Raises:
             OSError: as `write`.
         """
-        replace_file(self._members, json.dumps(sorted(node_ids)))
+        _write_value(self._members, "members", sorted(node_ids))
 
     def read_members(self) -> list[str]:
         """The ids of the nodes that ever joined; empty if the file cannot be read.
 
         The nodes join again, but shards may move in the meantime.
         """
-        return _read_names(self._members)
+        return _read_names(self._members, "members")
 
     def write_proven(self, node_ids: Iterable[str]) -> None:
         """Writes the ids of the nodes that hold a shard for certain.
@@ -209,11 +261,13 @@ class Catalogue:
         Raises:
             OSError: as `write`.
         """
-        replace_file(self._proven, json.dumps(sorted(node_ids)))
+        _write_value(self._proven, "proven", sorted(node_ids))
 
     def read_proven(self) -> list[str]:
         """Their ids; all members if no release wrote them before."""
-        return _read_names(self._proven if self._proven.exists() else self._members)
+        if self._proven.exists():
+            return _read_names(self._proven, "proven")
+        return _read_names(self._members, "members")
 
     def write_dropped(self, attempts: Mapping[VersionKey, int]) -> None:
         """Writes the dropped versions, with the last attempt of each, in this order.
@@ -222,77 +276,100 @@ class Catalogue:
             OSError: as `write`.
         """
         rows = [[key.dataset, key.fingerprint, attempt] for key, attempt in attempts.items()]
-        replace_file(self._dropped, json.dumps(rows))
+        _write_value(self._dropped, "dropped", rows)
 
     def read_dropped(self) -> dict[VersionKey, int]:
         """The dropped versions; empty if the file cannot be read.
 
         Then reports of nodes about a dropped version may count again.
         """
-        if not self._dropped.exists():
-            return {}
-        try:
-            rows = json.loads(self._dropped.read_text(encoding="utf-8"))
+
+        def decode(rows: Any) -> dict[VersionKey, int]:
             return {
                 VersionKey(str(dataset), str(fingerprint)): int(attempt)
                 for dataset, fingerprint, attempt in rows
             }
-        except (OSError, ValueError, TypeError) as error:
-            logger.warning("drops forgotten path=%s reason=%s", self._dropped, error)
-            return {}
+
+        return _read_value(self._dropped, "dropped", decode, {})
 
     def _path(self, key: VersionKey) -> Path:
         return self._entries / f"{key.folder}@{key.fingerprint}.json"
 
 
-def _read_names(path: Path) -> list[str]:
-    if not path.exists():
-        return []
-    try:
-        names = json.loads(path.read_text(encoding="utf-8"))
+def _read_names(path: Path, name: str) -> list[str]:
+    def decode(names: Any) -> list[str]:
         if not isinstance(names, list):
             raise ValueError("not a list")
-    except (OSError, ValueError) as error:
-        logger.warning("members forgotten path=%s reason=%s", path, error)
-        return []
-    return [str(name) for name in names]
+        return [str(each) for each in names]
+
+    return _read_value(path, name, decode, [])
 
 
-def _read_entry(path: Path) -> CatalogueEntry:
+def _write_value(path: Path, name: str, value: object) -> None:
+    """Writes a file of one value, under its name: so no file is taken for one of another kind."""
+    state_files.write(path, json.dumps({name: value}))
+
+
+def _read_value(path: Path, name: str, decode: Callable[[Any], _T], empty: _T) -> _T:
+    """The value of a file; empty if there is none. A damaged file is set aside.
+
+    Args:
+        decode: checks the value; raises one of `_WRONG`.
+    """
+    if not path.exists():
+        return empty
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        if content.get("format", _FORMAT) > _FORMAT:
-            raise ValueError(
-                f"a newer release wrote it, in format {content['format']}, and this one knows "
-                f"{_FORMAT}"
-            )
-        entry = json_format.ParseDict(content, pb.CatalogueEntry())
-        pinned = PinnedVersion.from_catalogue(entry)
-    except (
-        *(OSError, ValueError, TypeError, AttributeError),
-        *(json_format.ParseError, pa.ArrowException, CacheError),
-    ) as error:
-        reason = str(error).partition("\n")[0]
-        raise ConfigError(
-            f"cannot read the catalogue entry {path}: {reason}; without the file its dataset is "
-            "forgotten and may be loaded again"
-        ) from None
-    sealed = tuple(
-        SealedSummary(s.num_rows, s.num_bytes, s.checksum, dict(s.nulls)) for s in entry.sealed
-    )
-    failure = from_proto(entry.failure) if entry.HasField("failure") else None
+        content, has_checksum = state_files.read(path)
+        if has_checksum or isinstance(content, dict):
+            (found,) = content
+            if found != name:
+                raise ValueError(f"it has {found!r} in place of {name!r}")
+            content = content[name]
+        return decode(content)
+    except (OSError, *_WRONG) as error:
+        state_files.set_aside(path, error)
+        return empty
+
+
+def _write_entry(path: Path, entry: pb.CatalogueEntry) -> None:
+    entry.format = _FORMAT
+    state_files.write(path, json_format.MessageToJson(entry, indent=None))
+
+
+def _parse_entry(content: Any) -> pb.CatalogueEntry:
+    """The message of an entry.
+
+    Raises:
+        json_format.ParseError: it is no entry. One of `_WRONG`: a newer release wrote it, or it is
+            no object.
+    """
+    if content.get("format", _FORMAT) > _FORMAT:
+        raise ValueError(
+            f"a newer release wrote it, in format {content['format']}, and this one knows {_FORMAT}"
+        )
+    return json_format.ParseDict(content, pb.CatalogueEntry())
+
+
+def _decode(entry: pb.CatalogueEntry, log: CatalogueLog | None) -> CatalogueEntry:
+    """The entry of a message; see `_read` for the errors."""
     homes = tuple(tuple(shard.homes) for shard in entry.shards)
     return CatalogueEntry(
-        pinned,
+        PinnedVersion.from_catalogue(entry),
         entry.plan.attempt,
-        sealed,
+        tuple(
+            SealedSummary(s.num_rows, s.num_bytes, s.checksum, dict(s.nulls)) for s in entry.sealed
+        ),
         entry.created,
         entry.was_ready,
-        failure,
+        from_proto(entry.failure) if entry.HasField("failure") else None,
         entry.owner,
         homes if any(homes) else (),
-        _read_log(_log_path(path), entry.plan.attempt),
+        log,
     )
+
+
+def _aside(path: Path) -> Path:
+    return path.with_name(path.name + state_files.DAMAGED)
 
 
 def _log_path(entry: Path) -> Path:
@@ -303,14 +380,14 @@ def _read_log(path: Path, attempt: int) -> CatalogueLog | None:
     if not path.exists():
         return None
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content, _ = state_files.read(path)
         rows = [[_sealed_from_json(*shard) for shard in group] for group in content["groups"]]
         groups = tuple(tuple(index for index, _ in group) for group in rows)
         found = CatalogueLog(
             str(content["id"]), int(content["attempt"]), groups, dict(chain.from_iterable(rows))
         )
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        logger.warning("log of a load forgotten path=%s reason=%s", path, error)
+    except (OSError, *_WRONG) as error:
+        state_files.set_aside(path, error)
         return None
     return found if found.attempt == attempt else None
 

@@ -46,8 +46,8 @@ from cache_server.coordination.orphans import Orphans
 from cache_server.coordination.placement import place
 from cache_server.coordination.version_record import VersionRecord
 from cache_server.coordination.versions import Versions, newest
-from cache_server.coordination.views import Views
-from cache_server.coordination.writes import Chosen, Writes
+from cache_server.coordination.views import Views, as_seen_by
+from cache_server.coordination.writes import Chosen, Writes, new_write
 from cache_server.jobs.jobs import Jobs
 from cache_server.jobs.reports import checked_report
 from cache_server.plan.pinned_version import plan_version
@@ -79,6 +79,7 @@ class Coordinator:
 
     Attributes:
         jobs: that read from the cache.
+        damaged: the catalogue entries that cannot be read.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class Coordinator:
         checks: HolderChecks | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._catalogue = catalogue
+        self._catalogue, self.damaged = catalogue, catalogue.damaged
         self._checks = HolderChecks(0) if checks is None else checks
         self._proven = self._written_proven = frozenset(catalogue.read_proven())
         self._writes_proven = threading.Lock()
@@ -111,7 +112,7 @@ class Coordinator:
         self._expected: str | None = None
         self._load_rate = LoadRate()
         self._epochs = EpochVersions(lease_s, clock)
-        self._versions = Versions(catalogue.read(), clock())
+        self._versions = Versions(catalogue.read(), clock(), catalogue.damaged)
         self._membership = Membership(catalogue, node_timeout_s, clock)
         self._clusters = Clusters(self._membership)
         self._views = Views(self._versions, self._membership.members, self._checks, lease_s)
@@ -279,15 +280,21 @@ class Coordinator:
             if not nodes:
                 raise NotReadyError("no node can take rows yet")
             before = self._appended_to(request.spec.name) if request.append else None
-            write = self._writes.begin(request, arriving, before.pinned if before else None)
-            response = pb.BeginWriteResponse(
-                write_id=write.write_id,
-                dataset=by.viewer.shown(write.spec.name),
-                schema=write.logical.serialize().to_pybytes(),
-                nodes=nodes,
-            )
+        write = new_write(request, arriving, before.pinned if before else None, by)
+        with self._changed:
+            self._writes.begin(write)
         self._notify_listeners()
-        return response
+        return pb.BeginWriteResponse(
+            write_id=write.write_id,
+            dataset=by.viewer.shown(write.spec.name),
+            schema=write.schema,
+            nodes=nodes,
+        )
+
+    def write_schema(self, write_id: str) -> bytes:
+        """The schema of an open write; see `Writes.schema`."""
+        with self._changed:
+            return self._writes.schema(write_id)
 
     def commit_write(
         self, write_id: str, wanted: Collection[Chosen], *, by: Principal = ANYONE
@@ -350,9 +357,10 @@ class Coordinator:
         """The version whose rows an append follows; None: it makes a dataset.
 
         Raises:
-            RequestError: it was loaded. LoadError: some of its rows are lost.
+            RequestError: it was loaded. LoadError: some of its rows are lost, or it is damaged.
             NotReadyError: nodes may hold one, but the catalogue was lost.
         """
+        self._versions.require_undamaged(name)
         version = self._versions.find(name)
         if version is None:
             self._orphans.require_none(name, "")
@@ -499,6 +507,7 @@ class Coordinator:
             DatasetNotFoundError: lists the existing datasets.
             StaleVersionError: ``name`` exists, but not with this fingerprint.
             NotReadyError: nodes may hold it, but the catalogue was lost: see `Orphans`.
+            LoadError: its catalogue entry is damaged.
         """
         with self._changed:
             if follow is not None and not fingerprint:
@@ -518,6 +527,7 @@ class Coordinator:
         }
         if (latest := newest(ready.values())) is None:
             return ""
+        self._versions.require_undamaged(full)
         asked = viewer.namespace, follow.job, follow.epoch, full
         return self._epochs.choose(asked, latest.pinned.key.fingerprint, ready.keys())
 
@@ -533,9 +543,8 @@ class Coordinator:
     def datasets(self, viewer: Viewer = EVERYTHING) -> list[pb.DatasetInfo]:
         """The version that `get` returns of each dataset that a viewer sees, by name."""
         with self._changed:
-            return [
-                self._describe(version, viewer) for version in self._versions.newest_of_each(viewer)
-            ]
+            known = self._versions.newest_of_each(viewer)
+            return self._versions.damaged.among([self._describe(v, viewer) for v in known], viewer)
 
     def summaries(self, viewer: Viewer = EVERYTHING) -> list[pb.DatasetInfo]:
         """Like `datasets`, without schemas, shards and nodes; cheap, for the status page."""
@@ -545,8 +554,8 @@ class Coordinator:
                 summary = self._holdings(version).summarize()
                 if version.asked_at is not None and summary.state == pb.DATASET_STATE_LOADING:
                     summary.progress.elapsed_s = self._clock() - version.asked_at
-                summaries.append(_as_seen_by(viewer, summary))
-            return summaries
+                summaries.append(as_seen_by(viewer, summary))
+            return self._versions.damaged.among(summaries, viewer)
 
     def delete(self, name: str, *, viewer: Viewer = EVERYTHING) -> None:
         """Forgets every version of ``name``; nodes remove the shards at their next heartbeat.
@@ -557,10 +566,10 @@ class Coordinator:
         full = viewer.resolve(name)
         with self._changed:
             orphans = self._orphans.find(full)
-            if not orphans:
+            if not orphans and self._versions.damaged.of(full) is None:
                 self._find(name, viewer=viewer)
             self._orphans.drop(*orphans)
-            self._forget(*(key for key in self._versions if key.dataset == full))
+            self._forget(*self._versions.named(full))
             if full == self._expected:
                 self._expected = None
             self._mark_changed()
@@ -587,7 +596,7 @@ class Coordinator:
                 version = self._find(name, fingerprint, viewer)
                 info = self._holdings(version).summarize()
                 loads = info.state == pb.DATASET_STATE_LOADING
-                info = _as_seen_by(viewer, info) if loads else self._describe(version, viewer)
+                info = as_seen_by(viewer, info) if loads else self._describe(version, viewer)
                 took_s = time.perf_counter() - begun
             yield info
             if not loads:
@@ -662,7 +671,9 @@ class Coordinator:
             self._settle()
             wanted = pb.HeartbeatResponse(
                 room_may_come=not self._membership.is_stable(),
-                writes=self._writes.messages(self._versions.moving()),
+                writes=self._writes.messages(
+                    self._versions.moving(), with_schemas=not request.takes_digests
+                ),
             )
             # A node that is not placed yet keeps what it has.
             is_placed = node_id in self._clusters.look().alive and not member.untrusted
@@ -676,8 +687,7 @@ class Coordinator:
             # An untrusted node changes nothing, so that its files can be examined.
             kept: Set[VersionKey] = member.actual.keys()
             if is_placed:
-                unknown = kept - self._versions.keys()
-                kept = {key for key in unknown if PutKey.of(key.fingerprint) is None}
+                kept = kept - self._versions.keys()
                 kept = kept & self._orphans.find() if kept else kept
             for key in sorted(kept, key=astuple):
                 wanted.kept.add(dataset=key.dataset, fingerprint=key.fingerprint)
@@ -866,6 +876,7 @@ class Coordinator:
         full = viewer.resolve(name)
         error = self._versions.not_found(name, fingerprint, viewer)
         if viewer.can_read(full, ()):
+            self._versions.require_undamaged(full, fingerprint)
             self._orphans.require_none(full, fingerprint)
             if full == self._expected and isinstance(error, DatasetNotFoundError):
                 raise NotReadyError(
@@ -927,7 +938,7 @@ class Coordinator:
     def _forget(self, *keys: VersionKey) -> None:
         self._orphans.drop(*keys)
         for key in keys:
-            self._versions.pop(key).release()
+            self._versions.forget(key)
             self._views.forget(key)
             self._checks.forget(key)
             self._catalogue.forget(key)
@@ -939,7 +950,7 @@ class Coordinator:
         return self._views.look(version, self._clusters.look())
 
     def _describe(self, version: VersionRecord, viewer: Viewer) -> pb.DatasetInfo:
-        return _as_seen_by(viewer, self._views.describe(self._holdings(version)))
+        return as_seen_by(viewer, self._views.describe(self._holdings(version)))
 
     def _check_capacity(self, wanted: VersionRecord) -> None:
         """Refuses a version that cannot fit: a new one, or one with another spec."""
@@ -960,22 +971,11 @@ class Coordinator:
     def _will_be_removed(self, key: VersionKey, actual: pb.ActualDataset) -> bool:
         """Whether a node removes a version at its next heartbeat."""
         if (put := PutKey.of(key.fingerprint)) is not None:
-            return not self._writes.keeps(put)
+            return not self._writes.keeps(put) and key not in self._orphans.find()
         version = self._versions.get(key)
         if version is None:
             return key not in self._orphans.find()
         return version.failure is not None or not version.is_current(actual)
-
-
-def _as_seen_by(viewer: Viewer, info: pb.DatasetInfo) -> pb.DatasetInfo:
-    """The description with the name that a viewer uses; a view's own is never changed."""
-    name = viewer.shown(info.spec.name)
-    if name == info.spec.name:
-        return info
-    seen = pb.DatasetInfo()
-    seen.CopyFrom(info)
-    seen.spec.name = name
-    return seen
 
 
 def _with_replicas(spec: DatasetSpec, replicas: int) -> DatasetSpec:

@@ -1,6 +1,7 @@
 """Versions that nodes hold or report, but the coordinator does not know.
 
-Either the catalogue was lost, and the versions may be requested again, or they were dropped.
+The catalogue was lost, and the versions may be requested again; or their entries are damaged; or
+they were dropped.
 """
 
 from __future__ import annotations
@@ -68,17 +69,26 @@ class Orphans:
             logger.error("dropped versions not written reason=%s", error.strerror)
 
     def find(self, name: str | None = None) -> set[VersionKey]:
-        """The orphans to keep; all of them, or those of one dataset."""
-        is_new = self._is_new()
-        held = {
+        """The orphans to keep; all of them, or those of one dataset.
+
+        With a damaged entry, also the rows of puts: they may not have been moved to the version.
+        """
+        is_new, damaged = self._is_new(), self._catalogue.damaged
+
+        def is_kept(key: VersionKey, actual: pb.ActualDataset) -> bool:
+            if PutKey.of(key.fingerprint) is not None:
+                return damaged.of(key.dataset) is not None
+            if key in damaged:
+                return True
+            is_read = actual.HasField("idle_s") and actual.idle_s < self._lease_s
+            return key not in self._dropped and (is_new or is_read)
+
+        return {
             key
             for member in self._membership.members.values()
             for key, actual in member.actual.items()
-            if name in {None, key.dataset}
-            and PutKey.of(key.fingerprint) is None
-            and (is_new or (actual.HasField("idle_s") and actual.idle_s < self._lease_s))
+            if name in {None, key.dataset} and key not in self._versions and is_kept(key, actual)
         }
-        return held - self._versions.keys() - self._dropped.keys()
 
     def attempt(self, key: VersionKey) -> int:
         """The attempt for the load of a version that the coordinator does not know.

@@ -10,6 +10,7 @@ from cache_protocol.spec.dataset_spec import DatasetSpec
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.auth.principals import EVERYTHING, Viewer
 from cache_server.coordination.catalogue import CatalogueEntry
+from cache_server.coordination.damaged_entries import DamagedEntries
 from cache_server.coordination.version_record import VersionRecord
 from cache_server.coordination.writes import write_ids
 from cache_server.plan.pinned_version import PinnedVersion
@@ -26,13 +27,18 @@ class Versions(dict[VersionKey, VersionRecord]):
     Args:
         entries: the versions from before a restart, oldest first.
         now: monotonic seconds.
+        damaged: of the catalogue. The bare name of such a dataset means none of its other
+            versions, until one is loaded, written or attached to: the damaged one may be newer.
 
     Attributes:
         last_created: the highest number that a version got; see `next_created`.
     """
 
-    def __init__(self, entries: Iterable[CatalogueEntry], now: float) -> None:
+    def __init__(
+        self, entries: Iterable[CatalogueEntry], now: float, damaged: DamagedEntries
+    ) -> None:
         super().__init__()
+        self.damaged = damaged
         self.last_created = 0
         for entry in entries:
             self.last_created = entry.created
@@ -42,6 +48,7 @@ class Versions(dict[VersionKey, VersionRecord]):
             elif (base := self.base_of(version)) is not None:
                 version.reuse(base)
             logger.info("dataset found in the catalogue name=%s", entry.pinned.spec.name)
+        self._last_found = self.last_created
 
     def next_created(self) -> int:
         """A number for the version that becomes the newest."""
@@ -65,8 +72,31 @@ class Versions(dict[VersionKey, VersionRecord]):
         Versions that failed come last.
         """
         named = self.seen_by(viewer, viewer.resolve(name))
-        meant = (v for v in named if fingerprint in ("", v.pinned.key.fingerprint))
+        meant = (
+            version
+            for version in named
+            if fingerprint == version.pinned.key.fingerprint
+            or (not fingerprint and self._may_be_newest(version))
+        )
         return max(meant, key=_rank, default=None)
+
+    def _may_be_newest(self, version: VersionRecord) -> bool:
+        is_new = version.created > self._last_found
+        return is_new or self.damaged.of(version.pinned.key.dataset) is None
+
+    def require_undamaged(self, name: str, fingerprint: str = "") -> None:
+        """Refuses a dataset whose newest version is damaged, or a damaged version.
+
+        Args:
+            name: the full one.
+
+        Raises:
+            LoadError: names what an administrator can do.
+        """
+        key = VersionKey(name, fingerprint)
+        damaged = self.damaged.get(key) if fingerprint else self.damaged.of(name)
+        if damaged is not None and self.find(name, fingerprint) is None:
+            raise damaged.error(name)
 
     def not_found(self, name: str, fingerprint: str, viewer: Viewer) -> CacheError:
         """The error for a viewer of a version that `find` does not find."""
@@ -81,7 +111,8 @@ class Versions(dict[VersionKey, VersionRecord]):
 
     def newest_of_each(self, viewer: Viewer) -> list[VersionRecord]:
         """The version that `find` returns of each dataset that a viewer sees, by name."""
-        ranked = sorted(self.seen_by(viewer), key=_rank)
+        seen = (version for version in self.seen_by(viewer) if self._may_be_newest(version))
+        ranked = sorted(seen, key=_rank)
         last = {viewer.shown(version.pinned.key.dataset): version for version in ranked}
         return [last[name] for name in sorted(last)]
 
@@ -93,7 +124,12 @@ class Versions(dict[VersionKey, VersionRecord]):
                 yield version
 
     def has_other_source(self, spec: DatasetSpec) -> bool:
-        """Whether the newest version of this name that has not failed has another source."""
+        """Whether the newest version of this name that has not failed has another source.
+
+        Raises:
+            LoadError: see `require_undamaged`.
+        """
+        self.require_undamaged(spec.name)
         version = self.find(spec.name)
         if version is None or version.failure is not None:
             return False
@@ -131,9 +167,14 @@ class Versions(dict[VersionKey, VersionRecord]):
         return None
 
     def expired(self, newer: VersionRecord, since: float) -> list[VersionKey]:
-        """The earlier versions of the same dataset that were not ready, or not read since then."""
+        """The earlier versions of the same dataset that were not ready, or not read since then.
+
+        Damaged ones are earlier than those that were made since the start.
+        """
         name = newer.pinned.key.dataset
-        return [
+        is_new = newer.created > self._last_found
+        damaged = [key for key in self.damaged if is_new and key.dataset == name]
+        return damaged + [
             key
             for key, version in self.items()
             if key.dataset == name
@@ -142,6 +183,15 @@ class Versions(dict[VersionKey, VersionRecord]):
                 version.was_ready and version.last_used is not None and version.last_used > since
             )
         ]
+
+    def named(self, dataset: str) -> list[VersionKey]:
+        """Every version of a dataset, also the damaged ones."""
+        return [key for key in (*self, *self.damaged) if key.dataset == dataset]
+
+    def forget(self, key: VersionKey) -> None:
+        """Forgets a version, and closes its source."""
+        if (version := self.pop(key, None)) is not None:
+            version.release()
 
     def moving(self) -> list[tuple[PinnedVersion, Collection[int]]]:
         """The committed versions whose rows nodes have yet to move, and the shards they share."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.wire.backoff import rest_s
+from cache_server.auth.principals import Viewer
 from cache_server.coordination.clusters import Cluster
 from cache_server.coordination.holder_checks import HolderChecks
 from cache_server.coordination.holdings import Holdings
@@ -106,3 +107,14 @@ class Views:
             took_s = time.thread_time() - begun_s
             self._described[pinned.key] = _Description(info, pinned, took_s, time.perf_counter())
         return view.describe(self._lease_s)
+
+
+def as_seen_by(viewer: Viewer, info: pb.DatasetInfo) -> pb.DatasetInfo:
+    """The description with the name that a viewer uses; a view's own is never changed."""
+    name = viewer.shown(info.spec.name)
+    if name == info.spec.name:
+        return info
+    seen = pb.DatasetInfo()
+    seen.CopyFrom(info)
+    seen.spec.name = name
+    return seen

@@ -6,16 +6,19 @@ coordinator that starts again knows none, and the nodes drop the rows.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import pyarrow as pa
 
 from cache_protocol.errors import RequestError
 from cache_protocol.spec.dataset_names import namespace_of
 from cache_protocol.spec.dataset_spec import DatasetSpec
+from cache_protocol.storage.layout import schema_from_bytes
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.auth.principals import ANYONE, Principal
 from cache_server.coordination.membership import Member
@@ -27,6 +30,11 @@ from cache_server.shards.version_key import VersionKey
 logger = logging.getLogger(__name__)
 
 MAX_OPEN, MAX_OPEN_OF_NAMESPACE = 200, 50  # writes; each is in every answer to a heartbeat
+# Of the schemas of open writes. 60,000 columns of float32 take 3 to 6 MB.
+MAX_SCHEMA_BYTES, MAX_SCHEMA_BYTES_OF_NAMESPACE = 128 << 20, 32 << 20
+MAX_SCHEMA_BYTES_OF_PRINCIPAL = 16 << 20
+_MOST_OF_PRINCIPAL = MAX_OPEN, MAX_SCHEMA_BYTES_OF_PRINCIPAL
+_MOST_OF_NAMESPACE = MAX_OPEN_OF_NAMESPACE, MAX_SCHEMA_BYTES_OF_NAMESPACE
 _REMEMBERED = 1000  # committed writes
 _MAX_SECONDS = 7 * 24 * 3600.0
 _MAX_NAMED = 1000
@@ -65,7 +73,9 @@ class Write:
 
     Attributes:
         spec: of the dataset, without its rows.
-        logical: schema of the stored columns.
+        schema: Arrow IPC message of the stored columns. Only bytes: a schema takes ten times as
+            much.
+        owner: the principal that began it.
         ends_at: monotonic seconds; every put moves it.
         appends: its rows follow those of the newest version.
         puts: complete ones, with their shards, by node.
@@ -73,16 +83,85 @@ class Write:
 
     write_id: str
     spec: DatasetSpec
-    logical: pa.Schema
+    schema: bytes
+    owner: str
     ttl_s: float
     full_wait_s: float
-    ends_at: float
+    ends_at: float = 0.0
     appends: bool = False
     puts: dict[PutKey, tuple[str, tuple[pb.SealedShard, ...]]] = field(default_factory=dict)
 
-    def to_proto(self) -> pb.OpenWrite:
+    @property
+    def namespace(self) -> str:
+        """Of its dataset."""
+        return namespace_of(self.spec.name)
+
+    @cached_property
+    def digest(self) -> str:
+        """Of the schema."""
+        return hashlib.sha256(self.schema).hexdigest()
+
+    @cached_property
+    def num_bytes(self) -> int:
+        """What it takes of the bounds."""
+        return len(self.schema) + self.spec.to_proto().ByteSize()
+
+    def to_proto(self, *, with_schema: bool) -> pb.OpenWrite:
         """The message for nodes."""
-        return _open_write(self.write_id, self.spec, self.logical, self.full_wait_s)
+        message = _open_write(self.write_id, self.spec, self.full_wait_s)
+        message.schema_digest = self.digest
+        if with_schema:
+            message.schema = self.schema
+        return message
+
+
+def new_write(
+    request: pb.BeginWriteRequest,
+    arriving: pa.Schema,
+    before: PinnedVersion | None = None,
+    by: Principal = ANYONE,
+) -> Write:
+    """A write to `Writes.begin`. It takes half a second for 60,000 columns: hold no lock.
+
+    Args:
+        request: with the full name of the dataset.
+        arriving: schema of the rows.
+        before: the version that they are appended to.
+        by: begins it.
+
+    Raises:
+        ConfigError, RequestError: quotes what is wrong.
+    """
+    write_id = uuid.uuid4().hex
+    if before is not None and before.spec.nulls == "refuse":
+        request.spec.nulls = before.spec.nulls
+    spec = written_spec(request.spec, write_id)
+    for name, seconds in (("ttl_s", request.ttl_s), ("full_wait_s", request.full_wait_s)):
+        if not 0 <= seconds <= _MAX_SECONDS:
+            raise RequestError(f"{name} must be from 0 to {_MAX_SECONDS:.0f}, got {seconds}")
+    stored = stored_schema(arriving, spec.target_shard_bytes, before)
+    return Write(
+        write_id,
+        spec,
+        stored.serialize().to_pybytes(),
+        by.name,
+        request.ttl_s,
+        request.full_wait_s,
+        appends=request.append,
+    )
+
+
+def require_small_schema(num_bytes: int) -> None:
+    """Refuses a schema that no write may have, before it is decoded.
+
+    Raises:
+        RequestError: names the limit.
+    """
+    if num_bytes > MAX_SCHEMA_BYTES_OF_PRINCIPAL:
+        raise RequestError(
+            f"the schema of the rows has {num_bytes} bytes, and may have "
+            f"{MAX_SCHEMA_BYTES_OF_PRINCIPAL}: write fewer columns, or shorter names"
+        )
 
 
 class Writes:
@@ -99,54 +178,45 @@ class Writes:
         self._open: dict[str, Write] = {}
         self._committed: dict[str, VersionKey] = {}
 
-    def begin(
-        self,
-        request: pb.BeginWriteRequest,
-        arriving: pa.Schema,
-        before: PinnedVersion | None = None,
-    ) -> Write:
+    def begin(self, write: Write) -> None:
         """Begins a write.
 
-        Args:
-            request: with the full name of the dataset.
-            arriving: schema of the rows.
-            before: the version that they are appended to.
-
         Raises:
-            ConfigError, RequestError: quotes what is wrong; or too many writes are open.
+            RequestError: the open writes have too many columns, or they are too many.
         """
-        write_id = uuid.uuid4().hex
-        if before is not None and before.spec.nulls == "refuse":
-            request.spec.nulls = before.spec.nulls
-        spec = written_spec(request.spec, write_id)
-        for name, seconds in (("ttl_s", request.ttl_s), ("full_wait_s", request.full_wait_s)):
-            if not 0 <= seconds <= _MAX_SECONDS:
-                raise RequestError(f"{name} must be from 0 to {_MAX_SECONDS:.0f}, got {seconds}")
         self.end_old()
-        namespace = namespace_of(spec.name)
-        of_namespace = [
-            other for other in self._open.values() if namespace_of(other.spec.name) == namespace
-        ]
-        for whose, limit, number in (
-            (f"namespace {namespace!r}", MAX_OPEN_OF_NAMESPACE, len(of_namespace)),
-            ("a cache", MAX_OPEN, len(self._open)),
+        of_namespace = [o for o in self._open.values() if o.namespace == write.namespace]
+        of_principal = [o for o in of_namespace if o.owner == write.owner]
+        for whose, writes, limit, max_bytes in (
+            (f"principal {write.owner!r}", of_principal, *_MOST_OF_PRINCIPAL),
+            (f"namespace {write.namespace!r}", of_namespace, *_MOST_OF_NAMESPACE),
+            ("a cache", [*self._open.values()], MAX_OPEN, MAX_SCHEMA_BYTES),
         ):
-            if number >= limit:
+            held = sum(other.num_bytes for other in writes)
+            if held + write.num_bytes > max_bytes:
+                raise RequestError(
+                    f"{whose} has open writes with schemas of at most {max_bytes} bytes: {held} "
+                    f"are open, and this one has {write.num_bytes}. Commit or abort some of them, "
+                    "or write fewer columns"
+                )
+            if len(writes) >= limit:
                 raise RequestError(
                     f"{whose} has at most {limit} open writes: commit or abort some of them"
                 )
-        write = Write(
-            write_id,
-            spec,
-            stored_schema(arriving, spec.target_shard_bytes, before),
-            request.ttl_s,
-            request.full_wait_s,
-            self._clock() + request.ttl_s,
-            request.append,
-        )
-        self._open[write_id] = write
-        logger.info("write begun dataset=%s write=%s", spec.name, write_id)
-        return write
+        write.ends_at = self._clock() + write.ttl_s
+        self._open[write.write_id] = write
+        logger.info("write begun dataset=%s write=%s", write.spec.name, write.write_id)
+
+    def schema(self, write_id: str) -> bytes:
+        """The schema of an open write, for a node.
+
+        Raises:
+            RequestError: it is not open.
+        """
+        write = self._open.get(write_id)
+        if write is None:
+            raise _not_open(write_id)
+        return write.schema
 
     def find(self, write_id: str, by: Principal = ANYONE) -> Write:
         """An open write; its time to live begins again.
@@ -156,10 +226,7 @@ class Writes:
         """
         write = self._open.get(write_id)
         if write is None:
-            raise RequestError(
-                f"no open write {write_id[:64]!r}: it was aborted, it was idle for longer than its "
-                "ttl_s, or the coordinator started again; write the dataset again"
-            )
+            raise _not_open(write_id)
         by.require_own(write.spec.name, "a write")
         write.ends_at = self._clock() + write.ttl_s
         return write
@@ -244,7 +311,10 @@ class Writes:
             return lost[:_MAX_NAMED]
         puts = [there[partition] for partition in sorted(there)]
         version = written_version(
-            write.spec, write.logical, [(put, write.puts[put][1]) for put in puts], before
+            write.spec,
+            schema_from_bytes(write.schema),
+            [(put, write.puts[put][1]) for put in puts],
+            before,
         )
         shards: list[pb.SealedShard] = []
         node_ids: list[str] = []
@@ -278,18 +348,21 @@ class Writes:
             del self._committed[write_id]
 
     def messages(
-        self, pending: Iterable[tuple[PinnedVersion, Collection[int]]]
+        self, pending: Iterable[tuple[PinnedVersion, Collection[int]]], *, with_schemas: bool
     ) -> list[pb.OpenWrite]:
         """The writes that nodes keep rows of.
 
         Args:
             pending: versions whose rows nodes have yet to move, with the shards that they share.
+            with_schemas: for a node of a release that cannot ask for them.
         """
-        messages = [write.to_proto() for write in self._open.values()]
+        messages = [write.to_proto(with_schema=with_schemas) for write in self._open.values()]
         for version, shared in pending:
             for write_id in write_ids(version, shared):
-                message = _open_write(write_id, version.spec, version.logical, 0.0)
+                message = _open_write(write_id, version.spec, 0.0)
                 message.committed = True
+                if with_schemas:
+                    message.schema = version.logical.serialize().to_pybytes()
                 messages.append(message)
         return messages
 
@@ -310,13 +383,17 @@ def write_ids(version: PinnedVersion, without: Collection[int] = ()) -> set[str]
     return {put.write_id for put in puts if put is not None}
 
 
-def _open_write(
-    write_id: str, spec: DatasetSpec, logical: pa.Schema, full_wait_s: float
-) -> pb.OpenWrite:
+def _not_open(write_id: str) -> RequestError:
+    return RequestError(
+        f"no open write {write_id[:64]!r}: it was aborted, it was idle for longer than its ttl_s, "
+        "or the coordinator started again; write the dataset again"
+    )
+
+
+def _open_write(write_id: str, spec: DatasetSpec, full_wait_s: float) -> pb.OpenWrite:
     return pb.OpenWrite(
         write_id=write_id,
         dataset=spec.name,
-        schema=logical.serialize().to_pybytes(),
         target_shard_bytes=spec.target_shard_bytes,
         nulls=spec.nulls,
         full_wait_s=full_wait_s,

@@ -134,6 +134,13 @@ class RemoteCoordinator:
         )
         return list(response.datasets)
 
+    def write_schema(self, write_id: str) -> bytes:
+        """The schema of an open write."""
+        response: pb.GetWriteSchemaResponse = self._call(
+            self._stub.GetWriteSchema, pb.GetWriteSchemaRequest(write_id=write_id)
+        )
+        return response.schema
+
     def nodes(self) -> list[pb.Node]:
         """Every node that the coordinator knows."""
         response: pb.ListNodesResponse = self._call(self._stub.ListNodes, pb.ListNodesRequest())

@@ -145,25 +145,22 @@ class OpenWrite:
     """A write that a node keeps rows of.
 
     Attributes:
-        logical: schema of the stored columns.
+        schema_digest: of the schema of the stored columns: see `WriteSchemas`.
         target_shard_bytes: of a shard.
         refuse_nulls: also those of floats.
         full_wait_s: how long a put may wait for room.
         committed: it takes no more rows.
+        schema: from a coordinator of an earlier release; empty: ask for it.
     """
 
     write_id: str
     dataset: str
-    logical: pa.Schema
+    schema_digest: str
     target_shard_bytes: int
     refuse_nulls: bool
     full_wait_s: float
     committed: bool = False
-
-    @cached_property
-    def layout(self) -> Layout:
-        """Of the stored batches."""
-        return Layout(self.logical)
+    schema: bytes = field(default=b"", repr=False)
 
 
 @dataclass(frozen=True)

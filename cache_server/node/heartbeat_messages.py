@@ -52,7 +52,10 @@ class ReportEncoder:
         """
         self._number += 1
         request = pb.HeartbeatRequest(
-            node=description, report=self._number, since=self._known_number
+            node=description,
+            report=self._number,
+            since=self._known_number,
+            takes_digests=True,
         )
         request.node.stored_bytes, request.node.stored_shards = self._sum(sealed)
         self._said = {}
@@ -189,20 +192,15 @@ class DesiredDecoder:
 
 def _decode_write(message: pb.OpenWrite) -> OpenWrite:
     key = told_names.version_key(message.dataset, message.write_id)
-    try:
-        logical = schema_from_bytes(message.schema)
-    except (ValueError, OSError, pa.ArrowException) as error:
-        raise InvalidTicketError(
-            f"the schema of a write of {key.dataset!r} cannot be decoded: {error}"
-        ) from None
     return OpenWrite(
         key.fingerprint,
         key.dataset,
-        logical,
+        message.schema_digest,
         message.target_shard_bytes,
         message.nulls == "refuse",
         message.full_wait_s,
         message.committed,
+        message.schema,
     )
 
 

@@ -7,8 +7,8 @@ in a queue until there is enough. This module knows neither shards nor queries.
 from __future__ import annotations
 
 import threading
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from operator import attrgetter
@@ -25,6 +25,7 @@ T = TypeVar("T")
 _CHECK_S = 0.2  # longest time that a cancelled load holds up the queue
 
 _MIN_QUERY_BYTES = 64 << 20
+_NO_SHARES: Mapping[str, float] = {}
 
 
 class Waiting(Protocol):
@@ -48,6 +49,7 @@ class LoadMemory:
         self._changed = threading.Condition()
         self._queue: deque[Waiting] = deque()
         self._held_bytes = 0
+        self._held_by: Counter[str] = Counter()  # of those with a share
         # DataFusion's allocator keeps freed memory for each thread that ever read. So the thread
         # that ended last is used first.
         self._idle: list[ThreadPoolExecutor] = []
@@ -102,8 +104,14 @@ class LoadMemory:
             yield
 
     @contextmanager
-    def hold(self, job: Waiting, num_bytes: int) -> Iterator[None]:
+    def hold(
+        self, job: Waiting, num_bytes: int, shares: Mapping[str, float] = _NO_SHARES
+    ) -> Iterator[None]:
         """Holds so much memory, once the job is first in the queue and the memory is free.
+
+        Args:
+            shares: for whom it holds, and the most that each may hold, as a share of all. One job
+                of each may run in any case. The others wait outside the queue.
 
         Raises:
             What ``job.check_wanted`` raises while it waits.
@@ -111,12 +119,27 @@ class LoadMemory:
         if self._container_bytes is None:
             yield
             return
-        self._wait(job, num_bytes, loading_bytes(self._container_bytes))
+        limit_bytes = loading_bytes(self._container_bytes)
+        with self._changed:
+            while any(
+                held and held + num_bytes > share * limit_bytes
+                for name, share in shares.items()
+                for held in [self._held_by[name]]
+            ):
+                job.check_wanted()
+                self._changed.wait(_CHECK_S)
+            self._held_by.update(dict.fromkeys(shares, num_bytes))
         try:
-            yield
+            self._wait(job, num_bytes, limit_bytes)
+            try:
+                yield
+            finally:
+                with self._changed:
+                    self._held_bytes -= num_bytes
         finally:
             with self._changed:
-                self._held_bytes -= num_bytes
+                self._held_by.subtract(dict.fromkeys(shares, num_bytes))
+                self._held_by += Counter()  # without those that hold nothing
                 self._changed.notify_all()
 
     def _wait(self, job: Waiting, num_bytes: int, limit_bytes: int) -> None:

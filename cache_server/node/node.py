@@ -31,7 +31,7 @@ from cache_protocol.storage.shard_files import MappedShard
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.wire.backoff import pause_s, rest_s
 from cache_protocol.wire.credentials import NO_CREDENTIALS, Credentials
-from cache_server.auth.principals import EVERYTHING, Principal, Viewer
+from cache_server.auth.principals import ANYONE, EVERYTHING, Principal, Viewer
 from cache_server.node import loading
 from cache_server.node.desired import DesiredState, DesiredVersion
 from cache_server.node.heartbeat_log import HeartbeatLog
@@ -63,6 +63,7 @@ from cache_server.node.reconcile import (
 from cache_server.node.row_values import RowValues
 from cache_server.node.status import VersionStatus
 from cache_server.node.version_state import Load, VersionState
+from cache_server.node.write_schemas import WriteSchemas
 from cache_server.secrets import error_text
 from cache_server.shards.checksums import PieceDigests
 from cache_server.shards.put_key import PutKey
@@ -102,6 +103,9 @@ class CoordinatorLink(Protocol):
 
     def datasets(self, viewer: Viewer = EVERYTHING) -> list[pb.DatasetInfo]:
         """Every dataset that a viewer sees."""
+
+    def write_schema(self, write_id: str) -> bytes:
+        """The schema of an open write."""
 
 
 class Node:
@@ -154,7 +158,8 @@ class Node:
         self.row_values = RowValues(store.free_bytes, at_once=load_threads)
         self._beats = threading.Condition()
         self._begun = self._answered = 0  # heartbeats
-        self._puts = Puts(store, self._memory, description.id, self._beat, self._stop)
+        schemas = WriteSchemas(link.write_schema)
+        self._puts = Puts(store, self._memory, schemas, description.id, self._beat, self._stop)
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self.coordinator = pb.CoordinatorEndpoints()
 
@@ -354,11 +359,10 @@ class Node:
         request: pb.PutRequest,
         schema: pa.Schema,
         messages: Iterator[PutMessage],
-        *,
-        check: Callable[[str], None] = lambda dataset: None,
+        by: Principal = ANYONE,
     ) -> pb.PutResult:
         """Seals the rows of one attempt at a partition of a write; see `Puts.put`."""
-        return self._puts.put(request, schema, messages, check=check)
+        return self._puts.put(request, schema, messages, by)
 
     def take_report(self, report: pb.ReaderReport, by: Principal) -> None:
         """Sends a report of a reader on with the next heartbeat; see `ReaderReports.put`."""

@@ -10,7 +10,8 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import NamedTuple, TypeVar
 
@@ -24,9 +25,13 @@ from cache_protocol.errors import (
     NodeUnavailableError,
     RequestError,
 )
+from cache_protocol.spec.dataset_names import namespace_of
+from cache_protocol.storage.layout import Layout
 from cache_protocol.v1 import cache_pb2 as pb
+from cache_server.auth.principals import ANYONE, Principal
 from cache_server.node.desired import OpenWrite
 from cache_server.node.load_memory import LoadMemory
+from cache_server.node.write_schemas import WriteSchemas
 from cache_server.plan.written_version import column_problems
 from cache_server.shards.packing import ShardBuilder
 from cache_server.shards.put_key import PutKey, put_checksum
@@ -39,6 +44,7 @@ _T = TypeVar("_T")
 _Attempt = tuple[str, int, int]  # write, partition, attempt
 _LOOK_AGAIN_S = 0.2  # for room
 _MESSAGES_BYTES = 32 << 20  # of a put: messages on their way, and the block that packs them
+_PRINCIPAL_SHARE, _NAMESPACE_SHARE = 0.5, 0.75  # of the memory of loads and puts
 
 
 class PutMessage(NamedTuple):
@@ -59,6 +65,7 @@ class Puts:
     Args:
         store: of the node.
         memory: that puts share with loads.
+        schemas: of the open writes.
         node_id: of the node.
         beat: sends a heartbeat, and returns when its answer was applied.
         stop: set when the node stops.
@@ -68,12 +75,14 @@ class Puts:
         self,
         store: ShardStore,
         memory: LoadMemory,
+        schemas: WriteSchemas,
         node_id: str,
         beat: Callable[[], None],
         stop: threading.Event,
     ) -> None:
         self._store = store
         self._memory = memory
+        self._schemas = schemas
         self._node_id = node_id
         self._beat = beat
         self._stop = stop
@@ -81,6 +90,7 @@ class Puts:
         self._writes: Mapping[str, OpenWrite] = {}
         self._complete: dict[_Attempt, tuple[VersionKey, pb.PutResult]] = {}
         self._running: set[PutKey] = set()
+        self._waits: list[_Wait] = []  # of the running puts, the oldest first
 
     @property
     def are_running(self) -> bool:
@@ -91,6 +101,7 @@ class Puts:
         """Takes the open writes of an answer; forgets the puts of others."""
         with self._lock:
             self._writes = writes
+            self._schemas.keep(writes.values())
             for ended in [attempt for attempt in self._complete if attempt[0] not in writes]:
                 del self._complete[ended]
 
@@ -104,8 +115,7 @@ class Puts:
         request: pb.PutRequest,
         schema: pa.Schema,
         messages: Iterator[PutMessage],
-        *,
-        check: Callable[[str], None] = lambda dataset: None,
+        by: Principal = ANYONE,
     ) -> pb.PutResult:
         """Seals the rows of one attempt at a partition.
 
@@ -115,22 +125,24 @@ class Puts:
         Args:
             request: with the full name of the dataset.
             schema: of the batches.
-            check: called with the name of the dataset, to refuse the caller.
+            by: sends it.
 
         Raises:
+            PermissionDeniedError: the write is of another namespace.
             RequestError: the write is not open, or the rows are not those of the write.
             LoadError: a value cannot be stored; or, as a `NoRoomError`, the node stayed full.
             NodeUnavailableError: the node stops, or cannot reach its coordinator.
         """
         write = self._open_write(request.write_id)
-        check(write.dataset)
+        by.require_own(write.dataset, "a write")
         if request.dataset != write.dataset:
             raise RequestError(
                 f"write {request.write_id} is of {write.dataset!r}, not of {request.dataset!r}"
             )
-        if problems := column_problems(schema, write.logical):
+        layout = self._schemas.layout(write)
+        if problems := column_problems(schema, layout.logical):
             raise RequestError(f"the put has other columns than its write: {'; '.join(problems)}")
-        stream = _PutStream(self._while_open(write, messages), write)
+        stream = _PutStream(self._while_open(write, messages), write, layout)
         attempt = request.write_id, request.partition, request.attempt
         _, known = self._complete.get(attempt, (None, None))
         if known is not None:
@@ -146,7 +158,7 @@ class Puts:
         key = put.version_key(write.dataset)
         self._running.add(put)
         try:
-            result = self._seal_all(write, put, key, stream)
+            result = self._seal_all(write, put, key, stream, by.name)
             with self._lock:  # of two streams of one attempt at once, the last one stays
                 self._complete[attempt] = key, result
             self._beat()
@@ -188,17 +200,20 @@ class Puts:
             yield message
 
     def _seal_all(
-        self, write: OpenWrite, put: PutKey, key: VersionKey, stream: _PutStream
+        self, write: OpenWrite, put: PutKey, key: VersionKey, stream: _PutStream, owner: str
     ) -> pb.PutResult:
         result = pb.PutResult(partition=put.partition, attempt=put.attempt, node_id=self._node_id)
-        has_plain = bool(write.layout.plain_fields)
+        has_plain = bool(stream.layout.plain_fields)
         unsealed = write.target_shard_bytes * (2 if has_plain else 1)
-        wait = _Wait(self, write)
-        with self._memory.hold(wait, _MESSAGES_BYTES + unsealed):
+        wait = _Wait(self, write, owner)
+        namespace = namespace_of(write.dataset)
+        shares = {f"{namespace}/{owner}": _PRINCIPAL_SHARE, namespace: _NAMESPACE_SHARE}
+        with wait, self._memory.hold(wait, _MESSAGES_BYTES + unsealed, shares):
             for index, (num_rows, batches) in enumerate(stream.shards()):
-                shard = self._seal(write, key, index, num_rows, batches, wait)
+                shard = self._seal(write, stream.layout, key, index, num_rows, batches, wait)
                 result.num_rows += shard.num_rows
                 result.num_bytes += shard.num_bytes
+                wait.sealed_bytes = wait.held_bytes = result.num_bytes
                 result.shards.append(shard)
         result.checksum = put_checksum(shard.checksum for shard in result.shards)
         return result
@@ -206,6 +221,7 @@ class Puts:
     def _seal(
         self,
         write: OpenWrite,
+        layout: Layout,
         key: VersionKey,
         index: int,
         num_rows: int,
@@ -214,13 +230,13 @@ class Puts:
     ) -> pb.SealedShard:
         with ExitStack() as stack:
             draft = None
-            if write.layout.fixed_row_bytes:
+            if layout.fixed_row_bytes:
                 draft = wait.for_room(
                     lambda: stack.enter_context(
-                        self._store.draft(key, index, write.layout, num_rows)
+                        self._store.draft(key, index, layout, num_rows, wait.grow)
                     )
                 )
-            builder = ShardBuilder(write.logical, num_rows, draft, refuse_nulls=write.refuse_nulls)
+            builder = ShardBuilder(layout.logical, num_rows, draft, refuse_nulls=write.refuse_nulls)
             for batch in batches:
                 try:
                     builder.append(batch)
@@ -250,12 +266,28 @@ def _not_open(write_id: str) -> RequestError:
 
 
 class _Wait:
-    """Waits of one put, together at most as long as its write allows."""
+    """Waits of one put, together at most as long as its write allows. A context manager.
 
-    def __init__(self, puts: Puts, write: OpenWrite) -> None:
+    Two puts could wait for the room of each other. So of those whose rows came and do not fit, one
+    waits, and the others give way.
+    """
+
+    def __init__(self, puts: Puts, write: OpenWrite, owner: str) -> None:
         self._puts = puts
         self._write = write
         self._ends_at: float | None = None
+        self.namespace, self.owner = namespace_of(write.dataset), owner
+        self.sealed_bytes = self.held_bytes = 0
+        self.is_stuck = False
+
+    def __enter__(self) -> _Wait:
+        with self._puts._lock:
+            self._puts._waits.append(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._puts._lock:
+            self._puts._waits.remove(self)
 
     def check_wanted(self) -> None:
         """Raises an error when the put has waited for too long, or its write has ended."""
@@ -266,7 +298,19 @@ class _Wait:
         if now >= self._ends_at:
             raise NoRoomError("other loads and puts took all memory")
 
-    def for_room(self, action: Callable[[], _T]) -> _T:
+    def grow(self, num_bytes: int, reserve: Callable[[], None]) -> None:
+        """Waits until the file of the put has room for the rows that came.
+
+        Raises:
+            NoRoomError: there is none, or the put gives way to another one.
+        """
+        try:
+            self.for_room(reserve, gives_way=True)
+        finally:
+            self.is_stuck = False
+        self.held_bytes = self.sealed_bytes + num_bytes
+
+    def for_room(self, action: Callable[[], _T], *, gives_way: bool = False) -> _T:
         """Repeats an action while there is no room for it.
 
         Raises:
@@ -276,6 +320,11 @@ class _Wait:
             try:
                 return action()
             except NoRoomError as error:
+                if gives_way and self._gives_way():
+                    raise NoRoomError(
+                        f"node {self._puts._node_id} is full, and other puts go first: {error}; "
+                        "put the rows again later, drop a dataset, or add nodes"
+                    ) from None
                 try:
                     self.check_wanted()
                 except NoRoomError:
@@ -285,17 +334,45 @@ class _Wait:
                     ) from None
             self._puts._stop.wait(_LOOK_AGAIN_S)
 
+    def _gives_way(self) -> bool:
+        """Whether another put that is stuck goes first: see `_first`."""
+        with self._puts._lock:
+            self.is_stuck = True
+            return _first(self._puts._waits) is not self
+
+
+def _first(waits: Sequence[_Wait]) -> _Wait:
+    """Which of the stuck puts goes first.
+
+    Args:
+        waits: of all running puts, in the order of their begins.
+
+    Returns:
+        That of the namespace, then the principal, whose puts hold the least; then the oldest.
+    """
+    of_namespace: Counter[str] = Counter()
+    of_owner: Counter[tuple[str, str]] = Counter()
+    for wait in waits:
+        of_namespace[wait.namespace] += wait.held_bytes
+        of_owner[wait.namespace, wait.owner] += wait.held_bytes
+    return min(
+        (wait for wait in waits if wait.is_stuck),
+        key=lambda wait: (of_namespace[wait.namespace], of_owner[wait.namespace, wait.owner]),
+    )
+
 
 class _PutStream:
     """The rows of a put, shard by shard. Used by one thread.
 
     Attributes:
+        layout: of the stored rows.
         num_rows: that have come.
     """
 
-    def __init__(self, messages: Iterator[PutMessage], write: OpenWrite) -> None:
+    def __init__(self, messages: Iterator[PutMessage], write: OpenWrite, layout: Layout) -> None:
         self._messages = messages
         self._write = write
+        self.layout = layout
         self._next: tuple[pa.RecordBatch, int] | None = None
         self._has_ended = False
         self.num_rows = 0
@@ -334,8 +411,8 @@ class _PutStream:
         kept: list[pa.RecordBatch] = []
         kept_bytes, taken = 0, (batch, 0)
         while True:
-            for piece in _pieces(taken[0], self._write):
-                num_bytes = self._write.layout.stored_bytes(piece)
+            for piece in _pieces(taken[0], self.layout, self._write.target_shard_bytes):
+                num_bytes = self.layout.stored_bytes(piece)
                 if kept and kept_bytes + num_bytes > self._write.target_shard_bytes:
                     yield sum(one.num_rows for one in kept), kept
                     kept, kept_bytes = [], 0
@@ -371,10 +448,10 @@ class _PutStream:
         raise RequestError("the put ended without a PutEnd: its writer stopped")
 
 
-def _pieces(batch: pa.RecordBatch, write: OpenWrite) -> Iterator[pa.RecordBatch]:
+def _pieces(batch: pa.RecordBatch, layout: Layout, shard_bytes: int) -> Iterator[pa.RecordBatch]:
     """The batch in runs of rows, each at most a sixteenth of a shard."""
-    row_bytes = max(1, write.layout.stored_bytes(batch) // batch.num_rows)
-    step = max(1, write.target_shard_bytes // 16 // row_bytes)
+    row_bytes = max(1, layout.stored_bytes(batch) // batch.num_rows)
+    step = max(1, shard_bytes // 16 // row_bytes)
     for start in range(0, batch.num_rows, step):
         yield batch.slice(start, step)
 

@@ -38,12 +38,14 @@ class CacheStatus:
         datasets: from `Coordinator.summaries`.
         jobs: from `Jobs.jobs`, without ranks.
         job: those of the name that was asked for, with ranks.
+        damaged_entries: catalogue entries that cannot be read.
     """
 
     nodes: tuple[pb.Node, ...]
     datasets: tuple[pb.DatasetInfo, ...]
     jobs: tuple[pb.JobInfo, ...] = ()
     job: tuple[pb.JobInfo, ...] = ()
+    damaged_entries: int = 0
 
 
 @dataclass(frozen=True)

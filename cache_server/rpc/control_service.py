@@ -33,7 +33,7 @@ from cache_protocol.wire.short_shards import shorten_shards
 from cache_server.auth.authenticator import Authenticator, Caller
 from cache_server.auth.principals import Viewer
 from cache_server.coordination.coordinator import Coordinator
-from cache_server.coordination.writes import Chosen
+from cache_server.coordination.writes import Chosen, require_small_schema
 from cache_server.jobs.job import MOST_RANKS
 from cache_server.rpc import planning_slots
 from cache_server.rpc.callbacks import Callbacks, member_service
@@ -283,6 +283,7 @@ class CoordinatorServicer(cache_pb2_grpc.CoordinatorServicer):
             principal = caller_of(context).principal
             request.spec.name = principal.viewer.resolve(request.spec.name)
             principal.require_own(request.spec.name, "a write")
+            require_small_schema(len(request.schema))
             try:
                 arriving = schema_from_bytes(request.schema)
             except (ValueError, OSError, pa.ArrowException) as error:
@@ -309,6 +310,14 @@ class CoordinatorServicer(cache_pb2_grpc.CoordinatorServicer):
         with _error_statuses(context):
             self._coordinator.abort_write(request.write_id, by=caller_of(context).principal)
             return pb.AbortWriteResponse()
+
+    def GetWriteSchema(
+        self, request: pb.GetWriteSchemaRequest, context: grpc.ServicerContext
+    ) -> pb.GetWriteSchemaResponse:
+        """The schema of an open write, for a node."""
+        with _error_statuses(context):
+            schema = self._coordinator.write_schema(request.write_id)
+            return pb.GetWriteSchemaResponse(schema=schema)
 
     def ListNodes(
         self, request: pb.ListNodesRequest, context: grpc.ServicerContext

@@ -267,7 +267,7 @@ class FlightService(flight.FlightServerBase):
                 request,
                 reader.schema,
                 _received(call, reader),
-                check=lambda dataset: principal.require_own(dataset, "a write"),
+                principal,
             )
             writer.write(result.SerializeToString())
 

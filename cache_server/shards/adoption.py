@@ -116,4 +116,7 @@ def _map_sound(path: Path, sealed: SealedShard) -> MappedShard:
     checksum = piece_digests.checksum(digests)
     if checksum != sealed.checksum:
         raise ValueError(f"checksum {checksum} instead of {sealed.checksum}")
-    return MappedShard(replace(sealed, digests=digests), path)
+    shard = MappedShard(replace(sealed, digests=digests), path)
+    if shard.batch.num_rows != sealed.num_rows:
+        raise ValueError(f"{shard.batch.num_rows} rows instead of {sealed.num_rows}")
+    return shard

@@ -20,6 +20,8 @@ import pyarrow as pa
 from cache_protocol.storage.layout import Layout, Matrix, from_matrix
 from cache_server.shards.checksums import PieceDigests
 
+_STEP_BYTES = 8 << 20
+
 
 class ShardDraft:
     """One file. Not thread-safe. A context manager, which closes the file and keeps it.
@@ -28,6 +30,8 @@ class ShardDraft:
         path: of an empty file.
         layout: of the batch.
         num_rows: of the batch, exactly; at least 1.
+        grow: called with the bytes that the file is about to have, in steps, before rows are
+            written. None: the room for all rows is taken now.
 
     Attributes:
         path: of the file.
@@ -36,8 +40,16 @@ class ShardDraft:
         OSError: the file cannot be opened, or the disk is full.
     """
 
-    def __init__(self, path: Path, layout: Layout, num_rows: int) -> None:
+    def __init__(
+        self,
+        path: Path,
+        layout: Layout,
+        num_rows: int,
+        grow: Callable[[int], None] | None = None,
+    ) -> None:
         self.path = path
+        self._grow = grow
+        self._written = self._allowed = 0  # bytes of rows
         self._layout = layout
         self._num_rows = num_rows
         self._map: mmap.mmap | None = None
@@ -45,8 +57,10 @@ class ShardDraft:
         self._file = path.open("r+b")
         try:
             self._offsets, self._end = _places(layout, num_rows)
-            # Allocated now, so that a full disk shows at the beginning of a load.
-            os.posix_fallocate(self._file.fileno(), 0, self._end)
+            if grow is not None:
+                os.ftruncate(self._file.fileno(), self._end)  # takes no room
+            else:  # a full disk shows at the beginning of a load
+                os.posix_fallocate(self._file.fileno(), 0, self._end)
         except BaseException:
             self._file.close()
             raise
@@ -60,6 +74,10 @@ class ShardDraft:
     def write(self, index: int, start: int, rows: Matrix) -> None:
         """Writes rows of one packed or matrix column, from row ``start`` on; C-contiguous."""
         if len(rows):
+            self._written += rows.nbytes
+            if self._grow is not None and self._written > self._allowed:
+                self._allowed = min(-(-self._written // _STEP_BYTES) * _STEP_BYTES, self._end)
+                self._grow(self._allowed)
             self._write_at(rows, self._offsets[index] + start * rows[0].nbytes)
 
     def read(self) -> dict[int, Matrix]:

@@ -3,7 +3,8 @@
     <cache_dir>/<dataset>/<fingerprint>/shard-00007.arrow     one Arrow IPC file, one record batch;
                                                               versions may share it by a hard link
     <cache_dir>/<dataset>/<fingerprint>/manifest.jsonl        a line for each sealed shard
-    <cache_dir>/.lock, .node-id                               one process, one lasting name
+    <cache_dir>/.lock, .node-id                               one process, one lasting name: see
+                                                              `node_name`
     <cache_dir>/.scratch/                                     temporary files
     <cache_dir>/.removed-*/                                   dropped, soon freed
 
@@ -16,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import hashlib
 import logging
 import os
 import shutil
@@ -38,12 +38,11 @@ from cache_protocol.storage import piece_digests
 from cache_protocol.storage.layout import Layout
 from cache_protocol.storage.shard_files import (
     MANIFEST,
-    NODE_ID_FILE,
     MappedShard,
     SealedShard,
     shard_file_name,
 )
-from cache_server.shards import adoption, manifest, told_names
+from cache_server.shards import adoption, manifest, node_name, told_names
 from cache_server.shards.checksums import PieceDigests, file_digests
 from cache_server.shards.disk import fsync, remove, remove_empty, remove_file
 from cache_server.shards.draft import ShardDraft, shard_writer
@@ -103,7 +102,7 @@ class ShardStore:
             self._lock_file.close()
             raise ConfigError(f"cache_dir {cache_dir} is used by another cache node") from None
         try:
-            self.node_id = self._load_node_id(address)
+            self.node_id = node_name.load(cache_dir, address)
             for path in (self.scratch, *cache_dir.glob(f"{_REMOVED}*")):
                 remove(path)  # left by a killed process
             self._shards = adoption.adopt_all(cache_dir, adopt_threads)
@@ -163,12 +162,20 @@ class ShardStore:
 
     @contextlib.contextmanager
     def draft(
-        self, key: VersionKey, index: int, layout: Layout, num_rows: int
+        self,
+        key: VersionKey,
+        index: int,
+        layout: Layout,
+        num_rows: int,
+        grow: Callable[[int, Callable[[], None]], None] | None = None,
     ) -> Iterator[ShardDraft]:
         """A file to fill and then to `seal` as shard ``index``; removed if it is not sealed.
 
         Args:
             num_rows: of the shard, exactly; at least 1.
+            grow: the rows may never come: room is held only for those that did. Called before the
+                file grows, with its bytes then and an action to call, which raises `NoRoomError`
+                while they do not fit. None: the room for all rows is held now.
 
         Raises:
             NoRoomError: it does not fit. LoadError: it cannot be written.
@@ -177,14 +184,25 @@ class ShardStore:
         path = directory / _temporary_name(index)
         size = num_rows * layout.fixed_row_bytes
         self._reserve(path, size)
+        if grow is not None:
+            self._release(path)  # it would fit now
+
+        def step(num_bytes: int) -> None:
+            assert grow is not None
+            grow(num_bytes, lambda: self._reserve(path, num_bytes))
+
         try:
             try:
                 self._create(path)
-                draft = ShardDraft(path, layout, num_rows)
+                draft = ShardDraft(path, layout, num_rows, step if grow else None)
             except OSError as error:
                 raise _cannot_write(key, index, size, directory, error) from None
             with draft:
                 yield draft
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise  # of the caller
+            raise _cannot_write(key, index, size, directory, error) from None
         finally:
             remove_file(path)
             self._release(path)
@@ -498,16 +516,6 @@ class ShardStore:
     def _release(self, path: Path) -> None:
         with self._lock:
             self._reserved.pop(path, None)
-
-    def _load_node_id(self, address: str | None) -> str:
-        path = self.cache_dir / NODE_ID_FILE
-        try:
-            if not path.exists() or not path.read_text(encoding="utf-8"):
-                lasting = address and hashlib.blake2b(address.encode(), digest_size=6).hexdigest()
-                path.write_text(lasting or uuid.uuid4().hex[:12], encoding="utf-8")
-            return path.read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"cannot use the name of the node in {path}: {error}") from None
 
 
 def write_shard_file(path: Path, batch: pa.RecordBatch) -> None:

@@ -102,6 +102,8 @@ def _of_cache(cache: CacheStatus) -> Iterator[Metric]:
     nodes.add_metric(["untrusted"], untrusted)
     nodes.add_metric(["lost"], len(cache.nodes) - alive - untrusted)
     yield nodes
+    what = "Catalogue entries that were set aside because they are damaged."
+    yield _gauge("damaged_entries", what, cache.damaged_entries)
     state = GaugeMetricFamily(
         "data_cache_dataset_state",
         "1 for the current state of a dataset.",

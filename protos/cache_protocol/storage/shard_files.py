@@ -20,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import xxhash
 
 from cache_protocol.storage import piece_digests
 from cache_protocol.storage.layout import Layout, Matrix, as_matrix, equal_lists, pool_matrix
@@ -30,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.jsonl"
 NODE_ID_FILE = ".node-id"
-_DIGESTS = "digests"
+_DIGESTS, _LINE = "digests", "line"
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,8 @@ class SealedShard:
     Attributes:
         num_bytes: size of the file.
         nulls: column of floats -> nulls that became NaN, if there are any.
-        digests: of the pieces of the file, joined; in a line above, which older releases ignore.
-            Empty: unknown.
+        digests: of the pieces of the file, joined; in a line above, which older releases ignore,
+            with a digest of this line. Empty: unknown.
     """
 
     index: int
@@ -182,28 +183,51 @@ def empty_batch(layout: Layout) -> pa.RecordBatch:
 
 
 def read_manifest(path: Path) -> list[SealedShard]:
-    """The last line of each shard; ignores torn lines, whose shards were never sealed."""
+    """The last line of each shard; ignores torn and damaged lines, whose shards do not count."""
     found: dict[int, SealedShard] = {}
     digests: dict[int, bytes] = {}
     if not path.exists():
         return []
+    line_digest = ""  # of the next line; empty: unknown
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        expected, line_digest = line_digest, ""
         try:
+            if expected and expected != _line_digest(line):
+                raise ValueError("another digest")
             content = json.loads(line)
             if _DIGESTS in content:
                 digests[content["index"]] = base64.b64decode(content[_DIGESTS], validate=True)
+                line_digest = str(content.get(_LINE, ""))
                 continue
             sealed = SealedShard(**content)
-        except (ValueError, TypeError, KeyError):
+            if not _is_valid(sealed):
+                raise ValueError("a value of another type")
+        except (ValueError, TypeError, KeyError, RecursionError):
             logger.warning("manifest line ignored path=%s line=%r", path, line[:200])
             continue
         found[sealed.index] = sealed
     return [replace(sealed, digests=digests.get(sealed.index, b"")) for sealed in found.values()]
 
 
+def _is_valid(sealed: SealedShard) -> bool:
+    numbers = (sealed.index, sealed.num_rows, sealed.num_bytes)
+    return (
+        all(isinstance(number, int) and number >= 0 for number in numbers)
+        and isinstance(sealed.checksum, str)
+        and isinstance(sealed.nulls, dict)
+    )
+
+
 def manifest_lines(sealed: SealedShard) -> str:
     """The manifest lines of a shard."""
     content = {key: value for key, value in asdict(sealed).items() if value != {}}
     digests = base64.b64encode(content.pop(_DIGESTS)).decode()
-    lines = [{"index": sealed.index, _DIGESTS: digests}] * bool(digests) + [content]
-    return "".join(json.dumps(line) + "\n" for line in lines)
+    line = json.dumps(content)
+    if not digests:
+        return f"{line}\n"
+    above = {"index": sealed.index, _DIGESTS: digests, _LINE: _line_digest(line)}
+    return f"{json.dumps(above)}\n{line}\n"
+
+
+def _line_digest(line: str) -> str:
+    return xxhash.xxh3_64_hexdigest(line.encode())

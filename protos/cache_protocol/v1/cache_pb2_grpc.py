@@ -84,6 +84,11 @@ class CoordinatorStub(object):
                 request_serializer=cache__protocol_dot_v1_dot_cache__pb2.AbortWriteRequest.SerializeToString,
                 response_deserializer=cache__protocol_dot_v1_dot_cache__pb2.AbortWriteResponse.FromString,
                 _registered_method=True)
+        self.GetWriteSchema = channel.unary_unary(
+                '/cache.v1.Coordinator/GetWriteSchema',
+                request_serializer=cache__protocol_dot_v1_dot_cache__pb2.GetWriteSchemaRequest.SerializeToString,
+                response_deserializer=cache__protocol_dot_v1_dot_cache__pb2.GetWriteSchemaResponse.FromString,
+                _registered_method=True)
         self.ListNodes = channel.unary_unary(
                 '/cache.v1.Coordinator/ListNodes',
                 request_serializer=cache__protocol_dot_v1_dot_cache__pb2.ListNodesRequest.SerializeToString,
@@ -165,6 +170,13 @@ class CoordinatorServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetWriteSchema(self, request, context):
+        """For a node that takes rows of an open write: answers to heartbeats only name its schema.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListNodes(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -231,6 +243,11 @@ def add_CoordinatorServicer_to_server(servicer, server):
                     servicer.AbortWrite,
                     request_deserializer=cache__protocol_dot_v1_dot_cache__pb2.AbortWriteRequest.FromString,
                     response_serializer=cache__protocol_dot_v1_dot_cache__pb2.AbortWriteResponse.SerializeToString,
+            ),
+            'GetWriteSchema': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetWriteSchema,
+                    request_deserializer=cache__protocol_dot_v1_dot_cache__pb2.GetWriteSchemaRequest.FromString,
+                    response_serializer=cache__protocol_dot_v1_dot_cache__pb2.GetWriteSchemaResponse.SerializeToString,
             ),
             'ListNodes': grpc.unary_unary_rpc_method_handler(
                     servicer.ListNodes,
@@ -490,6 +507,33 @@ class Coordinator(object):
             '/cache.v1.Coordinator/AbortWrite',
             cache__protocol_dot_v1_dot_cache__pb2.AbortWriteRequest.SerializeToString,
             cache__protocol_dot_v1_dot_cache__pb2.AbortWriteResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetWriteSchema(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/cache.v1.Coordinator/GetWriteSchema',
+            cache__protocol_dot_v1_dot_cache__pb2.GetWriteSchemaRequest.SerializeToString,
+            cache__protocol_dot_v1_dot_cache__pb2.GetWriteSchemaResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -173,6 +173,22 @@ _CoordinatorAbortWriteType = typing_extensions.TypeVar(
     ],
 )
 
+_CoordinatorGetWriteSchemaType = typing_extensions.TypeVar(
+    '_CoordinatorGetWriteSchemaType',
+    grpc.UnaryUnaryMultiCallable[
+        cache_protocol.v1.cache_pb2.GetWriteSchemaRequest,
+        cache_protocol.v1.cache_pb2.GetWriteSchemaResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        cache_protocol.v1.cache_pb2.GetWriteSchemaRequest,
+        cache_protocol.v1.cache_pb2.GetWriteSchemaResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        cache_protocol.v1.cache_pb2.GetWriteSchemaRequest,
+        cache_protocol.v1.cache_pb2.GetWriteSchemaResponse,
+    ],
+)
+
 _CoordinatorListNodesType = typing_extensions.TypeVar(
     '_CoordinatorListNodesType',
     grpc.UnaryUnaryMultiCallable[
@@ -221,7 +237,7 @@ _CoordinatorHeartbeatType = typing_extensions.TypeVar(
     ],
 )
 
-class CoordinatorStub(typing.Generic[_CoordinatorCreateDatasetType, _CoordinatorPlanDatasetType, _CoordinatorGetDatasetType, _CoordinatorWatchDatasetType, _CoordinatorListDatasetsType, _CoordinatorDeleteDatasetType, _CoordinatorBeginWriteType, _CoordinatorCommitWriteType, _CoordinatorAbortWriteType, _CoordinatorListNodesType, _CoordinatorListJobsType, _CoordinatorHeartbeatType]):
+class CoordinatorStub(typing.Generic[_CoordinatorCreateDatasetType, _CoordinatorPlanDatasetType, _CoordinatorGetDatasetType, _CoordinatorWatchDatasetType, _CoordinatorListDatasetsType, _CoordinatorDeleteDatasetType, _CoordinatorBeginWriteType, _CoordinatorCommitWriteType, _CoordinatorAbortWriteType, _CoordinatorGetWriteSchemaType, _CoordinatorListNodesType, _CoordinatorListJobsType, _CoordinatorHeartbeatType]):
     @typing.overload
     def __init__(self: CoordinatorStub[
         grpc.UnaryUnaryMultiCallable[
@@ -259,6 +275,10 @@ class CoordinatorStub(typing.Generic[_CoordinatorCreateDatasetType, _Coordinator
         grpc.UnaryUnaryMultiCallable[
             cache_protocol.v1.cache_pb2.AbortWriteRequest,
             cache_protocol.v1.cache_pb2.AbortWriteResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            cache_protocol.v1.cache_pb2.GetWriteSchemaRequest,
+            cache_protocol.v1.cache_pb2.GetWriteSchemaResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             cache_protocol.v1.cache_pb2.ListNodesRequest,
@@ -313,6 +333,10 @@ class CoordinatorStub(typing.Generic[_CoordinatorCreateDatasetType, _Coordinator
             cache_protocol.v1.cache_pb2.AbortWriteResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
+            cache_protocol.v1.cache_pb2.GetWriteSchemaRequest,
+            cache_protocol.v1.cache_pb2.GetWriteSchemaResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
             cache_protocol.v1.cache_pb2.ListNodesRequest,
             cache_protocol.v1.cache_pb2.ListNodesResponse,
         ],
@@ -352,6 +376,9 @@ class CoordinatorStub(typing.Generic[_CoordinatorCreateDatasetType, _Coordinator
     """
 
     AbortWrite: _CoordinatorAbortWriteType
+
+    GetWriteSchema: _CoordinatorGetWriteSchemaType
+    """For a node that takes rows of an open write: answers to heartbeats only name its schema."""
 
     ListNodes: _CoordinatorListNodesType
 
@@ -396,6 +423,10 @@ CoordinatorAsyncStub: typing_extensions.TypeAlias = CoordinatorStub[
     grpc.aio.UnaryUnaryMultiCallable[
         cache_protocol.v1.cache_pb2.AbortWriteRequest,
         cache_protocol.v1.cache_pb2.AbortWriteResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        cache_protocol.v1.cache_pb2.GetWriteSchemaRequest,
+        cache_protocol.v1.cache_pb2.GetWriteSchemaResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         cache_protocol.v1.cache_pb2.ListNodesRequest,
@@ -483,6 +514,14 @@ class CoordinatorServicer(metaclass=abc.ABCMeta):
         request: cache_protocol.v1.cache_pb2.AbortWriteRequest,
         context: _ServicerContext,
     ) -> typing.Union[cache_protocol.v1.cache_pb2.AbortWriteResponse, collections.abc.Awaitable[cache_protocol.v1.cache_pb2.AbortWriteResponse]]: ...
+
+    @abc.abstractmethod
+    def GetWriteSchema(
+        self,
+        request: cache_protocol.v1.cache_pb2.GetWriteSchemaRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[cache_protocol.v1.cache_pb2.GetWriteSchemaResponse, collections.abc.Awaitable[cache_protocol.v1.cache_pb2.GetWriteSchemaResponse]]:
+        """For a node that takes rows of an open write: answers to heartbeats only name its schema."""
 
     @abc.abstractmethod
     def ListNodes(

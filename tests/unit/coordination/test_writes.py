@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,15 @@ from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.auth.principals import Principal
 from cache_server.coordination.coordinator import Coordinator
 from cache_server.coordination.holder_checks import Outcome
-from cache_server.coordination.writes import MAX_OPEN, MAX_OPEN_OF_NAMESPACE, Chosen
+from cache_server.coordination.writes import (
+    MAX_OPEN,
+    MAX_OPEN_OF_NAMESPACE,
+    MAX_SCHEMA_BYTES,
+    MAX_SCHEMA_BYTES_OF_NAMESPACE,
+    MAX_SCHEMA_BYTES_OF_PRINCIPAL,
+    Chosen,
+    require_small_schema,
+)
 from cache_server.shards.put_key import PutKey
 from tests.fake_nodes import LEASE_S, Clock, make_coordinator, spec
 
@@ -27,19 +36,21 @@ class PuttingNode:
 
     def __init__(self, coordinator: Coordinator, node_id: str, limit_bytes: int = 0) -> None:
         self.coordinator, self.id, self.limit_bytes = coordinator, node_id, limit_bytes
+        self.takes_digests = True
         self.puts: dict[str, int] = {}  # name -> number of shards
         self.moved: dict[str, dict[int, str]] = {}  # fingerprint -> shard -> checksum
         self.starts: dict[tuple[str, int], int] = {}  # (fingerprint, shard) -> first row
 
     def beat(self) -> pb.HeartbeatResponse:
         request = pb.HeartbeatRequest(
+            takes_digests=self.takes_digests,
             node=pb.Node(
                 id=self.id,
                 flight_location=f"grpc://{self.id}:1",
                 process=self.id,
                 memory_limit_bytes=self.limit_bytes,
                 stored_bytes=100 * sum(self.puts.values()),
-            )
+            ),
         )
         for name, num_shards in self.puts.items():
             actual = request.datasets.add(dataset=NAME, fingerprint=name, num_shards=num_shards)
@@ -235,6 +246,7 @@ def test_a_write_ends_when_it_is_idle_for_too_long_and_there_are_not_too_many(
         begin(coordinator, f"team-{number}/{NAME}")
     with pytest.raises(RequestError, match=f"a cache has at most {MAX_OPEN}"):
         begin(coordinator, f"team/{NAME}")
+    assert not any(write.schema for write in node.beat().writes)
     with pytest.raises(RequestError, match="no source and no query"):
         request = pb.BeginWriteRequest(spec=pb.DatasetSpec(name=NAME, sql="SELECT 1"))
         coordinator.begin_write(request, SCHEMA)
@@ -327,3 +339,57 @@ def test_an_append_is_refused_by_name_where_its_rows_would_not_stay_or_not_fit(
     coordinator.create(spec(source))
     with pytest.raises(RequestError, match="it was loaded, and its next load would drop"):
         begin(coordinator, spec(source).name, append=True)
+
+
+def test_schemas_of_open_writes_are_bounded_by_principal_namespace_and_cache(
+    coordinator: Coordinator,
+) -> None:
+    node = PuttingNode(coordinator, "a")
+    node.beat()
+    wide = pa.schema([("x" * (MAX_SCHEMA_BYTES_OF_PRINCIPAL // 5), pa.int64())])
+
+    def fill(principal: str, namespace: str) -> tuple[int, str]:
+        """How many writes begin, and why the next one does not."""
+        request = pb.BeginWriteRequest(spec=pb.DatasetSpec(name=f"{namespace}/t"), ttl_s=TTL_S)
+        for number in range(100):
+            try:
+                coordinator.begin_write(request, wide, by=Principal(principal, namespace))
+            except RequestError as error:
+                return number, str(error)
+        raise AssertionError("no bound")
+
+    assert fill("bob", "b") == (4, fill("bob", "b")[1])
+    assert "principal 'bob'" in fill("bob", "b")[1]
+    assert fill("ben", "b")[0] == 4
+    number, why = fill("bea", "b")
+    of_namespace = MAX_SCHEMA_BYTES_OF_NAMESPACE // MAX_SCHEMA_BYTES_OF_PRINCIPAL
+    assert number == 5 * of_namespace - 1 - 8 and "namespace 'b'" in why
+    begun = {name: fill(name, name)[0] for name in ("c", "d", "e", "f", "g", "h", "i", "j", "k")}
+    assert begun["c"] == 4 and begun["k"] == 0
+    assert "a cache has" in fill("k", "k")[1]
+    most = MAX_SCHEMA_BYTES // (MAX_SCHEMA_BYTES_OF_PRINCIPAL // 5)
+    assert sum(begun.values()) + 8 + number in (most, most - 1)
+    with pytest.raises(RequestError, match="write fewer columns"):
+        require_small_schema(MAX_SCHEMA_BYTES_OF_PRINCIPAL + 1)
+
+    answer = node.beat()
+    assert len(answer.writes) == sum(begun.values()) + 8 + number
+    assert answer.ByteSize() < 200 * len(answer.writes)
+    one = answer.writes[0]
+    schema = coordinator.write_schema(one.write_id)
+    assert hashlib.sha256(schema).hexdigest() == one.schema_digest
+    with pytest.raises(RequestError, match="no open write"):
+        coordinator.write_schema("0" * 32)
+
+
+def test_a_node_of_an_earlier_release_gets_the_schemas_in_answers(
+    coordinator: Coordinator,
+) -> None:
+    node = PuttingNode(coordinator, "a")
+    node.takes_digests = False
+    node.beat()
+    begin(coordinator)
+
+    (write,) = node.beat().writes
+
+    assert pa.ipc.read_schema(pa.py_buffer(write.schema)).names == SCHEMA.names

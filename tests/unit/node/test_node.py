@@ -78,6 +78,9 @@ class Harness:
     def get(self, name: str, fingerprint: str = "") -> pb.DatasetInfo:
         return self.coordinator.get(name, fingerprint)
 
+    def write_schema(self, write_id: str) -> bytes:
+        return self.coordinator.write_schema(write_id)
+
     def datasets(self) -> list[pb.DatasetInfo]:
         return self.coordinator.datasets()
 
@@ -93,7 +96,7 @@ class Harness:
         """What lies in the cache directory beside the node's own name and lock."""
         # Unlike rglob, walk minds no folder that goes away meanwhile.
         found = (name for _, _, names in os.walk(self.store.cache_dir) for name in names)
-        return sorted(name for name in found if name not in (".lock", ".node-id"))
+        return sorted(name for name in found if not name.startswith((".lock", ".node-id")))
 
 
 @pytest.fixture

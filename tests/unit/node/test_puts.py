@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -16,13 +19,20 @@ from cache_protocol.errors import (
     NodeUnavailableError,
     RequestError,
 )
+from cache_protocol.storage.memory_budget import loading_bytes
 from cache_protocol.v1 import cache_pb2 as pb
+from cache_server.auth.principals import Principal
+from cache_server.node import puts as puts_module
 from cache_server.node.desired import OpenWrite
 from cache_server.node.load_memory import LoadMemory
 from cache_server.node.puts import PutMessage, Puts
+from cache_server.node.write_schemas import WriteSchemas
+from cache_server.shards import draft
 from cache_server.shards.store import ShardStore
 from cache_server.shards.version_key import VersionKey
+from tests.waiting import wait_until
 
+WAIT_S = 20.0
 WRITE = "0" * 32
 SCHEMA = pa.schema([pa.field("row", pa.int64(), nullable=False)])
 SHARD_ROWS = 10
@@ -34,15 +44,34 @@ class Harness:
     def __init__(self, store: ShardStore, container_bytes: int | None = None) -> None:
         self.store, self.stop = store, threading.Event()
         self.memory = LoadMemory(container_bytes, lambda: 0)
-        self.puts = Puts(store, self.memory, "node", self.beat, self.stop)
+        self.schema, self.fetched = SCHEMA, 0
+        schemas = WriteSchemas(self.fetch)
+        self.puts = Puts(store, self.memory, schemas, "node", self.beat, self.stop)
         self.beats = 0
         self.open()
 
     def beat(self) -> None:
         self.beats += 1
 
-    def open(self, *, schema: pa.Schema = SCHEMA, committed: bool = False) -> None:
-        write = OpenWrite(WRITE, "t", schema, 8 * SHARD_ROWS, False, 0.0, committed)
+    def fetch(self, write_id: str) -> bytes:
+        self.fetched += 1
+        return self.schema.serialize().to_pybytes()
+
+    def open(
+        self,
+        *,
+        schema: pa.Schema = SCHEMA,
+        committed: bool = False,
+        earlier_release: bool = False,
+        full_wait_s: float = 0.0,
+    ) -> None:
+        self.schema = schema
+        data = schema.serialize().to_pybytes()
+        digest = hashlib.sha256(data).hexdigest()
+        size = 8 * SHARD_ROWS
+        write = OpenWrite(WRITE, "t", digest, size, False, full_wait_s, committed)
+        if earlier_release:
+            write = replace(write, schema_digest="", schema=data)
         self.puts.update({WRITE: write})
 
     def put(
@@ -226,3 +255,131 @@ def test_a_moved_shard_has_its_bytes_once_under_its_new_name(harness: Harness) -
     harness.store.close()
     with ShardStore(harness.store.cache_dir) as again:
         assert again.shards(version).keys() == moved.keys()
+
+
+@pytest.mark.parametrize("earlier_release", [True, False])
+def test_a_schema_is_asked_for_once(harness: Harness, earlier_release: bool) -> None:
+    harness.open(earlier_release=earlier_release)
+
+    for attempt in range(3):
+        harness.put(chained(rows(5), end(5)), attempt)
+        harness.open(earlier_release=earlier_release)
+
+    assert harness.fetched == (0 if earlier_release else 1)
+
+
+def test_a_schema_with_another_digest_is_refused(harness: Harness) -> None:
+    harness.schema = pa.schema([("row", pa.int32())])
+
+    with pytest.raises(InvalidTicketError, match="another digest"):
+        harness.put(chained(rows(5), end(5)))
+    assert harness.store.versions() == {}
+
+
+LIMIT_ROWS = 2000
+
+
+@pytest.fixture
+def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Harness]:
+    """The puts of a node with room for `LIMIT_ROWS` rows and little more."""
+    monkeypatch.setattr(draft, "_STEP_BYTES", 80)
+    with ShardStore(tmp_path, memory_limit_bytes=8 * LIMIT_ROWS + 2000) as store:
+        harness = Harness(store)
+        harness.open(full_wait_s=WAIT_S)
+        yield harness
+
+
+class SlowPut:
+    """A put of 1,500 rows that were announced; they come when the test says so."""
+
+    def __init__(self, harness: Harness, attempt: int, by: Principal) -> None:
+        self.may_go_on, self.failure = threading.Event(), ""
+        self._thread = threading.Thread(target=self._put, args=(harness, attempt, by), daemon=True)
+        before = harness.store.free_bytes()
+        self._thread.start()
+        wait_until(lambda: harness.store.free_bytes() != before, WAIT_S, "the first rows")
+
+    def _put(self, harness: Harness, attempt: int, by: Principal) -> None:
+        def messages() -> Iterator[PutMessage]:
+            yield from rows(10, announce={0: 1500})
+            self.may_go_on.wait(WAIT_S)
+            yield from rows(*[10] * 149)
+            yield from end(1500)
+
+        request = pb.PutRequest(dataset="t", write_id=WRITE, partition=3, attempt=attempt)
+        try:
+            harness.puts.put(request, SCHEMA, messages(), by)
+        except LoadError as error:
+            self.failure = str(error)
+
+    def end(self) -> str:
+        """Lets it go on; returns why it failed, or nothing."""
+        self.may_go_on.set()
+        self._thread.join(WAIT_S)
+        assert not self._thread.is_alive()
+        return self.failure
+
+
+def test_an_idle_put_holds_room_only_for_the_rows_that_came(small: Harness) -> None:
+    small.open(full_wait_s=0.1)
+    free = small.store.free_bytes()
+    idle = SlowPut(small, 0, Principal("bob"))
+    assert small.store.free_bytes() == free - 80
+
+    small.put(chained(rows(1800, announce={0: 1800}), end(1800)), attempt=1)
+
+    assert "was full for 0.1 s" in idle.end()
+    assert [key.fingerprint.split("-")[3] for key in small.store.versions()] == ["1"]
+    assert small.store.free_bytes() == free - small.store.stored_bytes
+
+
+def test_of_two_puts_that_do_not_fit_together_one_gives_way_at_once(small: Harness) -> None:
+    puts = [SlowPut(small, attempt, Principal("bob")) for attempt in range(2)]
+
+    for put in puts:
+        put.may_go_on.set()
+    failures = [put.end() for put in puts]
+
+    assert sorted(map(bool, failures)) == [False, True]
+    assert "other puts go first" in "".join(failures)
+
+
+@pytest.mark.parametrize(
+    ("running", "first"),
+    [
+        ([("a", "x", 5), ("a", "x", 5)], 0),
+        ([("a", "x", 5), ("a", "y", 4)], 1),
+        ([("a", "x", 5), ("b", "y", 4)], 1),
+        ([("a", "x", 5), ("a", "x", 1), ("a", "y", 5)], 2),
+        ([("a", "x", 5), ("a", "y", 1), ("b", "z", 5)], 2),
+        ([("a", "x", 9), ("b", "z", 5), ("b", "y", 5)], 0),
+    ],
+)
+def test_the_put_of_those_that_hold_least_goes_first(
+    running: list[tuple[str, str, int]], first: int
+) -> None:
+    waits = [
+        SimpleNamespace(namespace=namespace, owner=owner, held_bytes=held, is_stuck=True)
+        for namespace, owner, held in running
+    ]
+    assert puts_module._first(waits) is waits[first]  # type: ignore[arg-type,comparison-overlap]
+
+
+def test_puts_of_one_team_leave_memory_for_others(tmp_path: Path) -> None:
+    memory = LoadMemory(1 << 40, lambda: 0)
+    all_bytes = loading_bytes(1 << 40)
+    shares = {"a/bob": 0.5, "a": 0.75}
+    half = all_bytes // 2
+
+    with memory.hold(Load(), half, shares):
+        with pytest.raises(AssertionError, match="it waits"), memory.hold(Load(), 1, shares):
+            pass
+        with memory.hold(Load(), half // 2, {"a/ben": 0.5, "a": 0.75}):
+            with pytest.raises(AssertionError), memory.hold(Load(), 1, {"a/bea": 0.5, "a": 0.75}):
+                pass
+            with memory.hold(Load(), half // 2, {"b/ann": 0.5, "b": 0.75}):
+                pass
+    with memory.hold(Load(), all_bytes, shares):  # one may always run
+        pass
+    with memory.hold(Load(), all_bytes):
+        pass

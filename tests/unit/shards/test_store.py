@@ -1,5 +1,8 @@
 import errno
+import json
 import os
+import random
+import re
 import resource
 import shutil
 import threading
@@ -23,7 +26,7 @@ from cache_protocol.storage.shard_files import (
     read_manifest,
     shard_file_name,
 )
-from cache_server.shards import adoption
+from cache_server.shards import adoption, node_name
 from cache_server.shards import store as store_module
 from cache_server.shards.checksums import file_checksum, file_digests
 from cache_server.shards.draft import shard_writer
@@ -667,18 +670,87 @@ def test_a_node_id_that_was_never_written_out_is_made_anew(cache_dir: Path) -> N
         assert len(store.node_id) == 12
 
 
-@pytest.mark.parametrize("damage", ["name", "directory"])
-def test_a_node_id_that_cannot_be_read_is_named(cache_dir: Path, damage: str) -> None:
+def test_a_node_id_that_cannot_be_read_is_named(cache_dir: Path) -> None:
     path = cache_dir / ".node-id"
-    cache_dir.mkdir()
-    if damage == "name":
-        path.write_bytes(b"\xff\xfe")
-    else:
-        path.mkdir()
+    path.mkdir(parents=True)
 
     with pytest.raises(ConfigError, match="cannot use the name of the node") as caught:
         ShardStore(cache_dir)
     assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("with_checksum", [True, False])
+def test_a_damaged_node_id_is_set_aside_and_the_shards_stay(
+    three_shards: Path, with_checksum: bool
+) -> None:
+    path = three_shards / ".node-id"
+    with ShardStore(three_shards) as store:
+        before, shards = store.node_id, store.versions().keys()
+    damages = [b"\xff\xfe", b"../../x", b"a b", before.encode() + b"\n\0"]
+    if with_checksum:
+        data = before.encode()
+        damages += [data[:cut] for cut in range(1, len(data))]
+        damages += [
+            data[:at] + bytes([data[at] ^ 1 << bit]) + data[at + 1 :]
+            for at in range(len(data))
+            for bit in range(8)
+        ]
+    checksum = path.with_name(".node-id.sha256")
+    known = checksum.read_bytes()
+    for damage in damages:
+        path.write_bytes(damage)
+        checksum.write_bytes(known)
+        if not with_checksum:
+            checksum.unlink()
+
+        name = node_name.load(three_shards, None)
+
+        assert re.fullmatch("[0-9a-f]{12}", name) and name not in (before, damage.decode("latin1"))
+        assert path.with_name(".node-id.damaged").read_bytes() == damage
+        assert node_name.load(three_shards, None) == name
+    with ShardStore(three_shards) as store:
+        assert store.versions().keys() == shards
+
+
+def test_an_id_of_an_earlier_release_is_kept_and_gets_a_checksum(cache_dir: Path) -> None:
+    cache_dir.mkdir()
+    (cache_dir / ".node-id").write_text("0123456789ab")
+
+    for _ in range(2):
+        assert node_name.load(cache_dir, "host:1") == "0123456789ab"
+    assert (cache_dir / ".node-id.sha256").exists()
+
+
+def test_a_line_of_a_manifest_that_was_changed_counts_for_no_shard(three_shards: Path) -> None:
+    path = shard_path(three_shards, 0).with_name("manifest.jsonl")
+    sealed = {each.index: each for each in read_manifest(path)}
+    data, chance = path.read_bytes(), random.Random(41)
+    deep = b"[" * 100_000
+    wrong = [b'{"index": "a", "num_rows": 1, "num_bytes": 1, "checksum": "x"}', b"3", b'"digests"']
+    wrong += [b'{"index": -1, "num_rows": 1, "num_bytes": 1, "checksum": "x"}', deep]
+    damages = [data + each + b"\n" for each in wrong]
+    for _ in range(500):
+        at = chance.randrange(len(data))
+        damages.append(data[:at] + bytes([data[at] ^ 1 << chance.randrange(8)]) + data[at + 1 :])
+        damages.append(data[: chance.randrange(len(data))])
+
+    for damage in damages:
+        path.write_bytes(damage)
+
+        for found in read_manifest(path):
+            assert found == sealed[found.index], damage
+
+
+def test_a_shard_with_another_number_of_rows_than_its_line_says_is_not_adopted(
+    three_shards: Path,
+) -> None:
+    path = shard_path(three_shards, 0).with_name("manifest.jsonl")
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines = [{**line, "num_rows": 10**6} for line in lines if "digests" not in line]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    with ShardStore(three_shards) as store:
+        assert not store.versions()
 
 
 def test_a_manifest_that_cannot_be_read_is_named(cache_dir: Path) -> None:
