@@ -613,10 +613,10 @@ class Coordinator:
         with self._changed:
             return self._membership.nodes()
 
-    def knows(self, node: pb.Node) -> bool:
-        """Whether this process of a node is a member, so that it need not be called back."""
+    def knows(self, node_id: str) -> bool:
+        """Whether a node is a member that was called back, or that of this process."""
         with self._changed:
-            return self._membership.knows(node)
+            return self._membership.knows(node_id)
 
     def heartbeat(
         self, request: pb.HeartbeatRequest, *, by: Principal | None = None, host: str = ""
@@ -629,7 +629,7 @@ class Coordinator:
         Args:
             by: sent it. The id of the node is theirs until the node counts as lost. None: the node
                 of this process, which is believed.
-            host: where a new process of a node was called back; empty: it was not.
+            host: where a new node was called back; empty: it was not.
 
         Raises:
             ConfigError: another live node has the same id, or there is no place for the node.

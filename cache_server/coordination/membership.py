@@ -200,14 +200,10 @@ class Membership:
             )
         )
 
-    def knows(self, node: pb.Node) -> bool:
-        """Whether this process of a node is a member, at the same addresses."""
-        known = self._members.get(node.id)
-        return (
-            known is not None
-            and _is_same(known.node, node)
-            and known.node.control_location == node.control_location
-        )
+    def knows(self, node_id: str) -> bool:
+        """Whether a node has a place that it answered for, or is that of this process."""
+        known = self._members.get(node_id)
+        return known is not None and (known.is_own or bool(known.host))
 
     def apply_heartbeat(
         self,
@@ -225,7 +221,7 @@ class Membership:
         Args:
             reporter: the principal that sent it. An id is theirs until the node counts as lost.
             is_own: the node of this process sent it. Its id is always its own.
-            host: where a new process of a node answered the coordinator.
+            host: where a new node answered the coordinator; its place counts for this machine.
 
         Raises:
             ConfigError: another live node has the same id, or there are too many members, or too

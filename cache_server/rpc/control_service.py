@@ -346,7 +346,7 @@ class CoordinatorServicer(cache_pb2_grpc.CoordinatorServicer):
         """Takes a node's report, answers what it should hold."""
         with _error_statuses(context):
             host = ""
-            if not self._coordinator.knows(request.node):
+            if not self._coordinator.knows(request.node.id):
                 host = self._callbacks.ask(request.node, context.peer())
             return self._coordinator.heartbeat(request, by=caller_of(context).principal, host=host)
 
