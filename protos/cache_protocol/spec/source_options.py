@@ -274,7 +274,7 @@ _CATALOG = (
     Option("name", public=True),
     Option("warehouse", public=True, lent=True),
     *_never(
-        f"a catalogue is named by its type, and {_BY_NODES} what code runs there",
+        "it names code, which no caller can; a catalogue is named by its type",
         *("py-catalog-impl", "catalog-impl", "py-io-impl", "io-impl"),
     ),
 )
