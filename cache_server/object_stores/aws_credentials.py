@@ -15,11 +15,7 @@ from cache_protocol.errors import LoadError, RequestError
 from cache_server.object_stores.errors import Place
 
 Credentials = Callable[[], Any]
-# Left to object_store, which has settings for them.
-_OWN_CHAIN = (
-    *("web_identity_token_file", "container_credentials_relative_uri", "imdsv1_fallback"),
-    *("container_credentials_full_uri", "container_authorization_token_file", "metadata_endpoint"),
-)
+_OWN_CHAIN = ("imdsv1_fallback",)  # left to object_store, which has settings for it
 KEYS = ("access_key_id", "secret_access_key", "session_token")
 _ROLE = ("role_arn", "role_session_name", "external_id", "sts_endpoint")
 _FRESH_FOR = timedelta(minutes=5)  # boto3 renews ten minutes before keys expire

@@ -158,6 +158,16 @@ class ObjectClient:
                 return None
             raise self._failure(error, self._uri(key)) from None
 
+    def found(self, key: str) -> SourceFile:
+        """The object with that key.
+
+        Raises:
+            LoadError: also when there is none.
+        """
+        if (file := self.head(key)) is None:
+            raise LoadError(f"source {self._uri(key)} does not exist in {self._place}")
+        return file
+
     def _begun(self, key: str) -> Any:
         """The metadata of an object, from a GET whose body is not read."""
         try:

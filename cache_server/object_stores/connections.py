@@ -11,7 +11,7 @@ import base64
 import json
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
@@ -22,52 +22,24 @@ from obstore import exceptions
 from obstore.store import AzureStore, GCSStore, HTTPStore, S3Store
 
 from cache_protocol.errors import LoadError, RequestError
+from cache_protocol.spec.source_options import STORES
 from cache_server.object_stores.aws_credentials import ANONYMOUS, KEYS, s3_credentials
-from cache_server.object_stores.client import Location, ObjectClient, Patience, kind_of
+from cache_server.object_stores.client import Location, ObjectClient, Patience
 from cache_server.object_stores.errors import Place
 from cache_server.object_stores.options import (
     check_text,
     number_setting,
-    setting_name,
     store_settings,
 )
 from cache_server.secrets.redaction import redacted, secret_values
 
-_CLIENT = ("allow_http", "connect_timeout", "connect_timeout_s", "timeout", "proxy_url")
+_CLIENT = ("allow_http", "connect_timeout", "timeout")
 _RETRY = ("max_retries", "retry_timeout_s")
-# The URI says which bucket it is.
-_UNUSED = ("bucket", "bucket_name", "container_name", "default_region")
-_S3 = (
-    *("access_key_id", "secret_access_key", "session_token", "region", "endpoint"),
-    *("skip_signature", "virtual_hosted_style_request", "path_style_access", "requester_pays"),
-    *("role_arn", "role_session_name", "external_id", "sts_endpoint", "web_identity_token_file"),
-    *("container_credentials_relative_uri", "container_credentials_full_uri"),
-    *("container_authorization_token_file", "imdsv1_fallback", "metadata_endpoint"),
-    *("unsigned_payload", "conditional_put", "checksum_algorithm", "s3_express"),
-    *("server_side_encryption", "sse_customer_key_base64"),
-)
-_GCS = (
-    *("application_credentials", "service_account", "service_account_key", "bearer_token"),
-    *("base_url", "endpoint", "skip_signature"),
-)
-_AZURE_CREDENTIALS = {
+_AZURE_CREDENTIALS = {  # settings -> obstore's type of the credential
     "account_key": "access_key",
-    "sas_token": "sas_token",
-    "session_token": "bearer_token",
+    "sas_key": "sas_token",
+    "token": "bearer_token",
     "client_secret": "client_secret",
-    "federated_token_file": "workload_identity",
-}
-_AZURE = (
-    *("account_name", "client_id", "tenant_id", "authority_host", "endpoint", "use_emulator"),
-    *("use_fabric_endpoint", "use_azure_cli", "skip_signature", "msi_endpoint", "object_id"),
-    *("msi_resource_id", "encryption_key", *_AZURE_CREDENTIALS),
-)
-_HTTP = ("user", "password", "session_token", "bearer_token", "access_token")
-_SETTINGS = {"s3": _S3, "gs": _GCS, "az": _AZURE, "http": _HTTP}
-_FLAGS = {
-    *("allow_http", "skip_signature", "virtual_hosted_style_request", "path_style_access"),
-    *("requester_pays", "imdsv1_fallback", "unsigned_payload", "s3_express", "use_emulator"),
-    *("use_fabric_endpoint", "use_azure_cli"),
 }
 # What obstore or this module reads from the environment.
 _ENVIRONMENT = ("AWS_", "GOOGLE_", "AZURE_", "HTTP_", "HTTPS_", "NO_PROXY", "ALL_PROXY")
@@ -98,14 +70,7 @@ def client_for(
         RequestError: for a setting that the store does not have, or that cannot be right.
         LoadError: there are no credentials.
     """
-    settings = store_settings(options, secrets)
-    check_names(location.kind, settings)
-    for name in _UNUSED:
-        settings.pop(name, None)
-    for name in _FLAGS & settings.keys():
-        settings[name] = settings[name].lower()
-        if settings[name] not in ("true", "false"):
-            raise RequestError(f"the option {name!r} must be true or false")
+    settings = store_settings(location.kind, options, secrets)
     environ = from_env()
     return _connect(
         location._replace(key=""),
@@ -115,26 +80,6 @@ def client_for(
     )
 
 
-def check_names(kind: str, settings: Iterable[str], others: Collection[str] = ()) -> None:
-    """Raises a `RequestError` for a setting that a store does not have.
-
-    Args:
-        kind: of the store, see `kind_of`. Empty: files of the nodes; the settings of any store are
-            accepted, because one set of settings may be given for all sources.
-        settings: by the names of `store_settings`.
-        others: further known settings.
-    """
-    kinds = [kind] if kind else list(_SETTINGS)
-    known = {*_CLIENT, *_RETRY, *(name for each in kinds for name in _SETTINGS[each])}
-    if unknown := sorted({*settings} - {*known, *_UNUSED, *others}):
-        names = ", ".join(map(repr, unknown))
-        if kind:
-            reason = f"the {kind} store has no option {names}; it has {', '.join(sorted(known))}"
-        else:
-            reason = f"no store has an option {names}"
-        raise RequestError(reason)
-
-
 def from_env() -> dict[str, str]:
     """The variables that decide how a store is reached."""
     # By name first: this runs for every object, and reading a variable costs more.
@@ -142,32 +87,24 @@ def from_env() -> dict[str, str]:
     return {name: os.environ[name] for name in names}
 
 
-def settings_for_libraries(
-    options: Mapping[str, str], secrets: Mapping[str, str]
+def settings_for_delta(
+    kind: str, options: Mapping[str, str], secrets: Mapping[str, str]
 ) -> dict[str, str]:
-    """Settings of a store for a library with its own connection: pyiceberg, deltalake.
+    """Settings of a store for deltalake, which has its own connection.
 
-    Such a library finds credentials like AWS's own tools, but not the endpoint of an S3 that is not
-    Amazon's. The endpoint comes from the environment, unless the dataset gives it.
+    It finds credentials like AWS's own tools, but not the endpoint of an S3 that is not Amazon's.
+    The endpoint comes from the environment, unless the dataset gives it.
 
     Raises:
-        RequestError: for a value that no library could use.
+        RequestError: for a value or a variable that no library could use.
     """
-    settings = store_settings(options, secrets)
+    settings = store_settings(kind, options, secrets)
     environ = from_env()
-    for name in _S3_VARIABLES:
+    _check_environ(kind, environ, settings)
+    for name in _S3_VARIABLES if kind == "s3" else ():
         if name not in settings and (found := _s3_variable(environ, name)):
             settings[name] = found
     return settings
-
-
-def check_variables(uri: str, options: Mapping[str, str], secrets: Mapping[str, str]) -> None:
-    """Settings of the environment for the store of ``uri``, for such a library.
-
-    Raises:
-        RequestError: for a variable that no library could use.
-    """
-    _check_environ(kind_of(uri), from_env(), store_settings(options, secrets))
 
 
 def _s3_variable(environ: Mapping[str, str], name: str) -> str:
@@ -234,8 +171,6 @@ def _s3(
     provider = s3_credentials(values, environ, endpoint, place)
     if values.pop("path_style_access", "true") == "false":
         values.setdefault("virtual_hosted_style_request", "true")
-    if payer := values.pop("requester_pays", ""):
-        values["request_payer"] = payer
     if endpoint:
         if values.get("virtual_hosted_style_request") == "true":
             endpoint = _with_bucket(endpoint, location.bucket)
@@ -252,15 +187,11 @@ def _s3(
 def _gcs(
     location: Location, values: dict[str, str], environ: dict[str, str], common: dict[str, Any]
 ) -> tuple[Any, Place]:
-    if endpoint := values.pop("endpoint", ""):
-        values.setdefault("base_url", endpoint)
     endpoint = (
         values.get("base_url")
         or environ.get("GOOGLE_BASE_URL", "")
         or _account_url(
-            values.get("service_account")
-            or environ.get("GOOGLE_SERVICE_ACCOUNT")
-            or environ.get("GOOGLE_SERVICE_ACCOUNT_PATH", "")
+            environ.get("GOOGLE_SERVICE_ACCOUNT") or environ.get("GOOGLE_SERVICE_ACCOUNT_PATH", "")
         )
     )
     if endpoint:
@@ -301,9 +232,6 @@ def _azure(
         if name in values:
             values["credential_type"] = kind  # overrides that of the environment
             break
-    for ours, theirs in (("session_token", "token"), ("sas_token", "sas_key")):
-        if ours in values:
-            values[theirs] = values.pop(ours)
     endpoint = (
         values.get("endpoint")
         or environ.get("AZURE_STORAGE_ENDPOINT")
@@ -323,7 +251,7 @@ def _http(
     user, at, host = location.bucket.rpartition("@")
     origin = f"{location.base.partition('://')[0]}://{host}"
     user = unquote(user) if at else values.get("user", "")
-    token = values.get("bearer_token") or values.get("access_token") or values.get("session_token")
+    token = values.get("token")
     # A compressed answer would have another size than the object, and no ranges.
     headers = {"Accept-Encoding": "identity"}
     if user and (password := values.get("password")):
@@ -350,16 +278,13 @@ def _config(values: Mapping[str, str]) -> Any:
 
 
 def _client_options(values: Mapping[str, str]) -> dict[str, Any]:
-    connect = "connect_timeout_s" if "connect_timeout_s" in values else "connect_timeout"
     options: dict[str, Any] = {
-        "connect_timeout": _seconds(values, connect, _CONNECT_TIMEOUT_S),
+        "connect_timeout": _seconds(values, "connect_timeout", _CONNECT_TIMEOUT_S),
         "read_timeout": timedelta(seconds=READ_TIMEOUT_S),
         "timeout": _seconds(values, "timeout", _REQUEST_TIMEOUT_S),
     }
     if "allow_http" in values:
         options["allow_http"] = values["allow_http"] == "true"
-    if "proxy_url" in values:
-        options["proxy_url"] = values["proxy_url"]
     return options
 
 
@@ -373,11 +298,11 @@ def _check_bucket(location: Location) -> None:
 def _check_environ(kind: str, environ: Mapping[str, str], settings: Mapping[str, str]) -> None:
     """Checks the variables for settings that are not given."""
     beaten = {*settings, *(KEYS if settings.keys() & {*KEYS, "skip_signature"} else ())}
-    for variable in environ:
-        name = setting_name(variable.lower())
-        is_ours = kind in _VARIABLES and variable.startswith(_VARIABLES[kind])
-        if is_ours and name in _SETTINGS[kind] and name not in beaten:
-            check_text(f"the environment variable {variable}", environ[variable])
+    for variable, value in environ.items():
+        if kind in _VARIABLES and variable.startswith(_VARIABLES[kind]):
+            option = STORES[kind].find(variable)
+            if option is not None and option.name not in beaten:
+                check_text(f"the environment variable {variable}", value)
 
 
 def check_endpoint(endpoint: str) -> None:

@@ -41,10 +41,6 @@ from cache_server.source.pinned import SourceFile
 SCHEME = "hf"
 _HOST = "https://huggingface.co"
 _KINDS = ("datasets", "spaces", "models", "buckets")
-SETTINGS = (
-    *("revision", "endpoint", "session_token", "access_token", "hf_token"),
-    *("max_retries", "retry_timeout_s"),
-)
 _PIECE_BYTES = 16 * 1024 * 1024
 # huggingface_hub's errors, and what its filesystem says of a path that it has not listed.
 _ABSENT = {
@@ -79,19 +75,13 @@ class HubClient:
     def __init__(
         self, location: Location, options: Mapping[str, str], secrets: Mapping[str, str]
     ) -> None:
-        settings = store_settings(options, secrets)
-        if unknown := sorted(settings.keys() - set(SETTINGS)):
-            raise RequestError(
-                f"the hf store has no option {', '.join(map(repr, unknown))}; it has "
-                f"{', '.join(SETTINGS)}"
-            )
+        settings = store_settings(SCHEME, options, secrets)
         _check_packages()
         self._base = location.base
-        names = ("access_token", "session_token", "hf_token")
-        self._token = next((settings[name] for name in names if name in settings), None)
-        self._endpoint = settings.get("endpoint")
+        self._token = settings.get("token")
         environ = from_env()
-        host = self._endpoint or environ.get("HF_ENDPOINT") or _HOST
+        self._endpoint = settings.get("endpoint") or environ.get("HF_ENDPOINT")
+        host = self._endpoint or _HOST
         check_endpoint(host)
         self._place = Place(location.bucket, shown_endpoint(host), "repository")
         self._has_password = shown_endpoint(host) != host

@@ -19,9 +19,9 @@ from typing import Any, Protocol
 
 from cache_protocol.errors import LoadError, RequestError
 from cache_server.object_stores.client import Location, RangesNotServedError
-from cache_server.object_stores.connections import check_names, client_for
-from cache_server.object_stores.hub import SCHEME, SETTINGS, HubClient, hub_location
-from cache_server.object_stores.options import setting_name
+from cache_server.object_stores.connections import client_for
+from cache_server.object_stores.hub import SCHEME, HubClient, hub_location
+from cache_server.object_stores.options import store_settings
 from cache_server.source import byte_ranges, lake_folders
 from cache_server.source.pinned import SourceFile
 
@@ -120,7 +120,7 @@ def root_of(source: str, options: Mapping[str, str]) -> str:
 
 def check_unused(options: Mapping[str, str], secrets: Mapping[str, str]) -> None:
     """Raises a `RequestError` for settings of local files that no store has."""
-    check_names("", map(setting_name, (*options, *secrets)), SETTINGS)
+    store_settings("", options, secrets)
 
 
 def read_tail(

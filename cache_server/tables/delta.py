@@ -28,12 +28,7 @@ from cache_protocol.errors import LoadError, RequestError
 from cache_protocol.spec.dataset_spec import TableSpec
 from cache_protocol.storage.layout import GUESSED_VALUE_BYTES
 from cache_server.object_stores.client import kind_of
-from cache_server.object_stores.connections import (
-    check_names,
-    check_variables,
-    settings_for_libraries,
-)
-from cache_server.object_stores.options import store_settings
+from cache_server.object_stores.connections import settings_for_delta
 from cache_server.source.lake_folders import DELTA_LOG
 from cache_server.source.pinned import Pin, PinnedTable, SourceFile, Split, source_column
 from cache_server.tables import footers, lake, plain_files
@@ -61,14 +56,10 @@ _S3_NAMES = {
     "skip_signature": "AWS_SKIP_SIGNATURE",
     "virtual_hosted_style_request": "AWS_VIRTUAL_HOSTED_STYLE_REQUEST",
     "unsigned_payload": "AWS_UNSIGNED_PAYLOAD",
-    "metadata_endpoint": "AWS_METADATA_ENDPOINT",
     "imdsv1_fallback": "AWS_IMDSV1_FALLBACK",
 }
-# Settings of deltalake for writers, which may be given too.
-_FOR_WRITERS = (
-    *("s3_allow_unsafe_rename", "s3_locking_provider", "copy_if_not_exists"),
-    *("allow_unsafe_rename", "dynamo_lock_table_name"),
-)
+_SECONDS = {"connect_timeout": "connect_timeout", "timeout": "timeout",
+            "retry_timeout_s": "retry_timeout"}  # fmt: skip
 _FOOTER_THREADS = 8
 # deltalake's messages: no log, a log with a gap, and each version next to the gap.
 _NO_LOG = "No files in log segment"
@@ -273,11 +264,12 @@ def _storage_options(
     uri: str, options: Mapping[str, str], secrets: Mapping[str, str]
 ) -> dict[str, str]:
     kind = kind_of(uri)
-    check_names(kind, store_settings(options, secrets), _FOR_WRITERS)
-    check_variables(uri, options, secrets)
+    settings = settings_for_delta(kind, options, secrets)
+    for ours, theirs in _SECONDS.items():
+        if ours in settings:
+            settings[theirs] = f"{settings.pop(ours)}s"
     if kind != "s3":
-        return store_settings(options, secrets)
-    settings = settings_for_libraries(options, secrets)
+        return settings
     if settings.get("endpoint", "").startswith("http://"):
         settings.setdefault("allow_http", "true")
     if "endpoint" in settings:

@@ -11,7 +11,6 @@ import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from pathlib import Path
 
 import pyarrow as pa
 from pyiceberg.expressions import (
@@ -23,7 +22,7 @@ from pyiceberg.expressions import (
     LessThan,
     LessThanOrEqual,
 )
-from pyiceberg.io.pyarrow import PyArrowFileIO, pyarrow_to_schema, schema_to_pyarrow
+from pyiceberg.io.pyarrow import pyarrow_to_schema, schema_to_pyarrow
 from pyiceberg.manifest import (
     DataFile,
     DataFileContent,
@@ -45,6 +44,7 @@ from cache_protocol.storage.layout import GUESSED_VALUE_BYTES
 from cache_server.source.pinned import Condition, Pin, PinnedTable, SourceFile, Split, source_column
 from cache_server.tables import footers, lake, plain_files
 from cache_server.tables.column_sizes import Place, value_bytes
+from cache_server.tables.iceberg_files import local_path
 from cache_server.tables.iceberg_lookup import find, open_again
 from cache_server.tables.iceberg_rows import absent_values, live_rows
 
@@ -222,7 +222,6 @@ def plain_file(
     if task.delete_files or task.file.file_format != FileFormat.PARQUET:
         return None
     path, metadata, io = split.file.path, plan.table.metadata, plan.table.io
-    assert isinstance(io, PyArrowFileIO)
     what = f"Iceberg data file {path} of table {state}"
     named = partial(lake.naming, what, table.options, secrets)
     with named():
@@ -244,9 +243,7 @@ def plain_file(
             absent[column.name] = pa.scalar(value, column.type)
         if not plain_files.is_plain(footer, split, table.read_schema, absent):
             return None
-        scheme, _, place = io.parse_location(path, io.properties)
-    local = Path(place) if scheme == "file" else None
-    return plain_files.PlainFile(local, source.open, footer, named, absent)
+    return plain_files.PlainFile(local_path(path), source.open, footer, named, absent)
 
 
 def _are_same(one: NestedField, other: NestedField) -> bool:

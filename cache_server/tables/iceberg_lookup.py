@@ -14,26 +14,21 @@ from contextlib import closing, contextmanager
 from typing import TypeVar
 
 import pydantic
-from pyiceberg.catalog import CatalogType, load_catalog
 from pyiceberg.catalog.noop import NoopCatalog
 from pyiceberg.exceptions import ValidationError
 from pyiceberg.io import FileIO, InputFile
-from pyiceberg.io.pyarrow import PyArrowFileIO
 from pyiceberg.serializers import FromInputFile
 from pyiceberg.table import StaticTable
 
 from cache_protocol.errors import RequestError
-from cache_server.object_stores.connections import check_variables
-from cache_server.object_stores.options import catalog_settings
-from cache_server.secrets.redaction import redacted
-from cache_server.tables import iceberg_avro
-from cache_server.tables.iceberg_settings import is_rest, store_properties
+from cache_server.tables import iceberg_avro, iceberg_files
+from cache_server.tables.iceberg_catalogs import Settings, opened, settings_of
 
 iceberg_avro.install()
+iceberg_files.install()
 
 _T = TypeVar("_T")
 
-_CATALOGS = tuple(str(kind.value) for kind in CatalogType)
 _CATALOG_TIMEOUT_S = 120.0  # as for retries of a store
 _UNREAD_TYPE = re.compile(r"(?:Unsupported field type: '|Type not recognized: )(\w+)")
 
@@ -50,24 +45,15 @@ def find(
         RequestError: a bad setting or source.
         TimeoutError: the catalogue does not answer. Also the errors of pyiceberg.
     """
-    properties = store_properties(options, secrets)
-    catalog = catalog_settings(options, secrets)
-    kind = catalog.get("type")
-    if kind is not None and kind.lower() not in _CATALOGS:
-        raise RequestError(
-            f"the type of a catalog must be one of {', '.join(_CATALOGS)}, "
-            f"got {redacted(repr(kind), secrets.values())}"
-        )
-    if not catalog:
+    settings = settings_of(options, secrets)
+    if not settings.kind:
         if ".json" not in source:
             raise RequestError(
                 f"Iceberg source {source!r} is neither the location of a metadata file "
                 "(...metadata.json) nor, without a catalog, a name in one"
             )
-        check_variables(source, options, secrets)
-        return _opened(source, source, PyArrowFileIO(properties)), None
-    location, io = _ask_catalog(source, catalog, properties)
-    check_variables(location, options, secrets)
+        return _opened(source, source, settings.files), None
+    location, io = _ask_catalog(source, settings)
     return _opened(source, location, io), source
 
 
@@ -85,30 +71,21 @@ def open_again(
     Raises:
         as `find`.
     """
-    check_variables(metadata_location, options, secrets)
-    store = store_properties(options, secrets)
-    catalog = catalog_settings(options, secrets)
-    io: FileIO = PyArrowFileIO(store)
+    settings = settings_of(options, secrets)
+    io: FileIO = settings.files
     # Other catalogues only give the metadata location, so nodes need not reach them.
-    if identifier is not None and is_rest(catalog):
-        _, io = _ask_catalog(identifier, catalog, store)
-    elif catalog:
-        io = PyArrowFileIO({**catalog, **store})
+    if identifier is not None and settings.kind == "rest":
+        _, io = _ask_catalog(identifier, settings)
     return _opened(identifier or metadata_location, metadata_location, io)
 
 
-def _ask_catalog(
-    identifier: str, catalog: Mapping[str, str], store: Mapping[str, str]
-) -> tuple[str, FileIO]:
-    """The current metadata location, and the settings to read it: a catalogue may lend some."""
-    properties: dict[str, str] = {**catalog, **store}
-    properties.setdefault("init_catalog_tables", "false")  # for SQL: a reader creates no tables
-    name = properties.pop("name", "default")
+def _ask_catalog(identifier: str, settings: Settings) -> tuple[str, FileIO]:
+    """The current metadata location, and the files to read it: a catalogue may lend credentials."""
 
     def ask() -> tuple[str, FileIO]:
-        with closing(load_catalog(name, **properties)) as opened, _explained():
-            found = opened.load_table(identifier)
-            return found.metadata_location, PyArrowFileIO({**found.io.properties, **properties})
+        with closing(opened(settings)) as catalog, _explained():
+            found = catalog.load_table(identifier)
+            return found.metadata_location, found.io
 
     return _answered(ask)
 

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 from cache_protocol.errors import CacheError, LoadError
 from cache_protocol.storage.layout import Layout
 from cache_server.object_stores.connections import from_env
-from cache_server.object_stores.options import store_settings
+from cache_server.object_stores.options import option_value
 from cache_server.secrets.redaction import redacted, secret_values
 from cache_server.source.pinned import SourceFile, Split
 from cache_server.sql.formats.batch_rows import batch_rows
@@ -253,7 +253,7 @@ def naming(what: str, options: Mapping[str, str], secrets: Mapping[str, str]) ->
     except CacheError:
         raise
     except Exception as error:
-        endpoint = store_settings(options, {}).get("endpoint")
+        endpoint = option_value(options, "endpoint")
         store = f" from {endpoint}" if endpoint else ""
         text = _FRAMES.sub("", _DRAWN.sub("", str(error) or type(error).__name__))
         reason = redacted(_INPUT.sub("", text), secret_values(secrets, from_env()))

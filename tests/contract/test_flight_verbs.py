@@ -348,7 +348,13 @@ def test_the_endpoints_action_of_every_node_says_where_the_coordinator_is(served
 
 def test_a_report_is_taken_by_every_node_and_a_bad_one_is_refused(served: Served) -> None:
     report = pb.ReaderReport(
-        job="contract", dataset="t", fingerprint="f", rank=0, world_size=1, run="r", expires_s=9
+        job="contract",
+        dataset=served.info.name,
+        fingerprint="f",
+        rank=0,
+        world_size=1,
+        run="r",
+        expires_s=9,
     )
     for node in served.cluster.nodes:
         with connect(node.endpoint) as connection:

@@ -47,7 +47,7 @@ from cache_protocol.errors import LoadError, RequestError
 from cache_protocol.spec.dataset_spec import DatasetSpec, TableSpec
 from cache_protocol.storage.layout import Layout
 from cache_server.source.pinned import Condition
-from cache_server.tables import iceberg, iceberg_lookup, iceberg_settings
+from cache_server.tables import iceberg, iceberg_catalogs, iceberg_lookup
 from tests.iceberg_tables import described_file, opened_catalog, with_deletes
 from tests.lake_tables import (
     SECRET,
@@ -633,12 +633,6 @@ def test_a_catalogue_that_says_what_it_was_asked_shows_no_secret(
     assert "hush" not in str(caught.value)
 
 
-def test_credentials_of_google_cannot_be_given_for_one_table() -> None:
-    options = {"GOOGLE_APPLICATION_CREDENTIALS": "/key.json"}
-    with pytest.raises(RequestError, match="application_credentials"):
-        iceberg.pin(_spec("gs://lake/v1.metadata.json", storage_options=options))
-
-
 def test_a_rest_catalogue_lends_its_credentials(tmp_path: Path, s3: str) -> None:
     with closing(_s3_catalog(tmp_path, s3)) as catalog:
         catalog.create_namespace("ns")
@@ -703,17 +697,8 @@ def test_an_unknown_option_is_refused_by_its_name(catalog: SqlCatalog) -> None:
     with pytest.raises(RequestError, match="no store has an option 'nope'") as caught:
         iceberg.pin(_spec(table.metadata_location, storage_options={"nope": SECRET}))
     assert SECRET not in str(caught.value)
-    own = {"s3.signer": "none", "client.region": "us-east-1", "AWS_REGION": "us-east-1"}
+    own = {"client.region": "us-east-1", "AWS_REGION": "us-east-1"}
     assert iceberg.pin(_spec(table.metadata_location, storage_options=own)).exact_rows
-
-
-def test_time_limits_and_the_proxy_reach_the_library() -> None:
-    options = {"proxy_url": "http://p:1", "timeout": "5", "connect_timeout": "2"}
-    assert iceberg_settings.store_properties(options, {}) == {
-        "s3.proxy-uri": "http://p:1",
-        "s3.request-timeout": "5",
-        "s3.connect-timeout": "2",
-    }
 
 
 @pytest.mark.parametrize(
@@ -782,5 +767,11 @@ def test_an_unknown_type_of_a_catalogue_is_refused_by_name(tmp_path: Path) -> No
 
 
 def test_the_type_of_a_catalogue_may_be_in_capitals() -> None:
-    assert iceberg_settings.is_rest({"type": "REST"})
-    assert not iceberg_settings.is_rest({"type": "SQL", "uri": "http://h"})
+    for given, kind in (
+        ({"type": "REST", "uri": "http://h"}, "rest"),
+        ({"type": "Sql", "uri": "sqlite:////tmp/x.db"}, "sql"),
+        ({"uri": "postgresql+psycopg2://u:p%40w@h:1/db"}, "sql"),
+    ):
+        options = {f"catalog.{name}": value for name, value in given.items()}
+        settings = iceberg_catalogs.settings_of(options, {})
+        assert (settings.kind, settings.catalog["uri"]) == (kind, given["uri"])

@@ -562,7 +562,7 @@ def test_names_with_quotes_are_names(db: Database) -> None:
         ({"table": "t_id_seq"}, "is neither a table nor a view"),
         ({"table": "t", "split_column": "nope"}, "no split_column 'nope'; columns: id, j"),
         ({"table": "t", "split_column": "j"}, "ordering operator"),
-        ({"table": "t", "tabel": "t"}, "no such option: tabel"),
+        ({"table": "t", "tabel": "t"}, "; did you mean 'table'?"),
         ({"table": "t", "options": {"table": "u"}}, "differ in table"),
         ({"table": "t", "options": {"connect_timeout": "soon"}}, "got 'soon'"),
         ({"query": "SELECT nope FROM t"}, 'column "nope" does not exist'),
@@ -614,7 +614,9 @@ def test_what_is_written_down_holds_no_secret(db: Database) -> None:
 
 
 def test_a_secret_that_the_server_quotes_is_not_shown(db: Database) -> None:
-    spec = replace(db.spec(query="SELECT 'hidden'::int"), secrets={**SECRETS, "sslkey": "hidden"})
+    spec = replace(
+        db.spec(query="SELECT 'hidden'::int"), secrets={**SECRETS, "application_name": "hidden"}
+    )
     text = failure(lambda: postgres.pin(spec), LoadError)
     assert "hidden" not in text and "***" in text
 

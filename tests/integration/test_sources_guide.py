@@ -141,13 +141,14 @@ def lake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lake]:
         account = root / "account.json"
         keys = dict.fromkeys(("client_email", "private_key", "private_key_id"), "")
         account.write_text(json.dumps({"gcs_base_url": s3.endpoint, "disable_oauth": True, **keys}))
-        _set_environment(stack.enter_context(pytest.MonkeyPatch.context()), s3, azure, hub)
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        _set_environment(patch, s3, azure, hub)
+        patch.setenv("GOOGLE_SERVICE_ACCOUNT", str(account))
         substitutes = {
             "https://minio.example.org:9000": s3.endpoint,
             "https://data.example.org": web,
             "https://catalog.example.org": rest,
             "s3://my-lake/warehouse/shop/orders/metadata/00009-0a1b2c3d.metadata.json": metadata,
-            "/etc/secrets/account.json": str(account),
             "MY-KEY-ID": ACCESS_KEY_ID,
             "MY-SECRET-KEY": SECRET_ACCESS_KEY,
             "MY-HUB-TOKEN": HUB_TOKEN,

@@ -17,6 +17,8 @@ import adbc_driver_postgresql.dbapi as adbc
 import pyarrow as pa
 
 from cache_protocol.errors import CacheError, LoadError, RequestError
+from cache_protocol.spec.source_options import POSTGRES, RELATION
+from cache_server.object_stores.options import checked, known
 from cache_server.secrets.redaction import redacted
 from cache_server.sql.quoting import literal
 
@@ -24,17 +26,6 @@ DEFAULT_CONNECT_TIMEOUT_S = 10
 _LOCK_TIMEOUT_MS = 60_000
 _MAX_REASON = 400
 
-# libpq's key words, without those that change the meaning of a session or its logging.
-_KEYWORDS = {
-    *("host", "hostaddr", "port", "dbname", "user", "password", "passfile", "connect_timeout"),
-    *("sslmode", "sslcompression", "sslcert", "sslkey", "sslpassword", "sslrootcert", "sslcrl"),
-    *("sslcrldir", "sslsni", "requirepeer", "ssl_min_protocol_version", "sslnegotiation"),
-    *("ssl_max_protocol_version", "krbsrvname", "gsslib", "gssencmode", "gssdelegation"),
-    *("channel_binding", "require_auth", "target_session_attrs", "load_balance_hosts"),
-    *("keepalives", "keepalives_idle", "keepalives_interval", "keepalives_count"),
-    *("tcp_user_timeout", "application_name"),
-}
-_OTHER_NAMES = {"database": "dbname", "connect_timeout_s": "connect_timeout", "username": "user"}
 # Notices a dead server within about a minute, also during a long answer.
 _DEFAULTS = {
     "connect_timeout": str(DEFAULT_CONNECT_TIMEOUT_S),
@@ -88,8 +79,7 @@ class Address:
 
     def uri(self, secrets: Mapping[str, str]) -> str:
         """The connection URI for libpq, with those secrets that are its key words."""
-        given = {name: value for name, value in secrets.items() if name in _KEYWORDS}
-        words = {**_DEFAULTS, **self.parameters, **given}
+        words = {**_DEFAULTS, **self.parameters, **keywords_of(secrets)[0]}
         return "postgresql:///?" + "&".join(
             f"{name}={quote(value, safe='')}" for name, value in words.items()
         )
@@ -121,22 +111,32 @@ def parse_uri(uri: str) -> tuple[dict[str, str], dict[str, str]]:
         "port": ",".join(ports) if any(ports) else "",
         "dbname": unquote(parts.path.removeprefix("/")),
     }
-    words = {name: value for name, value in found.items() if value}
+    words, _ = keywords_of({name: value for name, value in found.items() if value})
     others: dict[str, str] = {}
     for item in parts.query.split("&") if parts.query else []:
         name, _, value = item.partition("=")
-        name = _OTHER_NAMES.get(name, name)
-        target = words if name in _KEYWORDS else others
-        if target.setdefault(name, unquote(value)) != unquote(value):
-            raise RequestError(f"source {uri.partition('?')[0]!r} gives {name} twice")
+        for target, given in zip((words, others), keywords_of({name: unquote(value)}), strict=True):
+            for key, text in given.items():
+                if target.setdefault(key, text) != text:
+                    raise RequestError(f"source {uri.partition('?')[0]!r} gives {key} twice")
     return words, others
 
 
 def keywords_of(options: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-    """Libpq's key words among options, by libpq's names, and the other options."""
-    named = {_OTHER_NAMES.get(name, name): value for name, value in options.items()}
-    words = {name: value for name, value in named.items() if name in _KEYWORDS}
-    return words, {name: value for name, value in named.items() if name not in words}
+    """Libpq's key words among options, by libpq's names, and the other options.
+
+    Raises:
+        RequestError: for a key word that names a file of the node, or a value that is wrong.
+    """
+    words, others = {}, {}
+    for name, value in options.items():
+        found = POSTGRES.find(name)
+        if found is None or found.name in RELATION:
+            others[name] = value
+        else:
+            word = known([POSTGRES], name, found)
+            words[word.name] = checked(f"the option {name!r}", word, value)
+    return words, others
 
 
 class Session:

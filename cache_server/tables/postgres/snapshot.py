@@ -32,6 +32,8 @@ import pyarrow.compute as pc
 
 from cache_protocol.errors import LoadError, RequestError
 from cache_protocol.spec.dataset_spec import TableSpec
+from cache_protocol.spec.source_options import POSTGRES
+from cache_server.object_stores.options import known
 from cache_server.source.pinned import Pin, PinnedTable, Split
 from cache_server.sql.quoting import identifier
 from cache_server.tables.postgres.cut import Cutting
@@ -55,7 +57,6 @@ from cache_server.tables.postgres.session import (
 
 # Counting this many rows takes the server a second or two; for more, its statistics are used.
 MAX_COUNTED_ROWS = 10_000_000
-_OPTIONS = ("table", "query", "split_column")
 _FIRST_DAY = -2_500_000  # before the first date that PostgreSQL has, 4713 BC
 _DAY_US = 86_400_000_000
 _NO_FLOAT = "out of range for type double precision"  # in a message of the server
@@ -150,7 +151,7 @@ def _named(error: LoadError, reading: _Reading, names: list[str]) -> LoadError:
 
 
 def _parse(table: TableSpec) -> tuple[Address, dict[str, str]]:
-    """The database, and which of `_OPTIONS` are given."""
+    """The database, and what is read of it, by the names of `RELATION`."""
     if len(table.source) != 1:
         raise RequestError(
             f"format postgres reads one source, got {len(table.source)}: name several tables in "
@@ -164,9 +165,8 @@ def _parse(table: TableSpec) -> tuple[Address, dict[str, str]]:
             if target.setdefault(name, value) != value:
                 raise RequestError(f"source {shown!r} and storage_options differ in {name}")
     _, unknown = keywords_of(table.secrets)
-    bad = sorted(name for name in {**others, **unknown} if name not in _OPTIONS)
-    if bad:
-        raise RequestError(f"source {shown!r}: no such option: {', '.join(bad)}")
+    for name in {**others, **unknown}:
+        known([POSTGRES], name, POSTGRES.find(name))
     given = [name for name in ("table", "query") if others.get(name, "").strip()]
     if len(given) != 1:
         raise RequestError(

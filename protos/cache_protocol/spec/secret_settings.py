@@ -9,30 +9,13 @@ import re
 from collections.abc import Mapping, Set
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit, urlunsplit
 
+from cache_protocol.spec.source_options import is_public
 from cache_protocol.spec.values import is_text
 
 CATALOG_PREFIX = "catalog."  # of the options of a catalogue
+
 URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
-# Every other option is a secret. Names are without prefixes.
-_PUBLIC_OPTIONS = {
-    *("region", "default_region", "endpoint", "endpoint_url", "endpoint_url_s3", "bucket"),
-    *("bucket_name", "allow_http", "skip_signature", "virtual_hosted_style_request"),
-    *("anonymous", "imdsv1_fallback", "metadata_endpoint", "requester_pays", "role_arn"),
-    *("role_session_name", "table", "query"),
-    *("endpoint_url_sts", "unsigned_payload", "conditional_put", "checksum_algorithm"),
-    *("application_credentials", "service_account", "base_url", "service_account_path"),
-    *("account_name", "container_name", "use_emulator", "use_fabric_endpoint", "use_azure_cli"),
-    *("client_id", "tenant_id", "authority_id", "authority_host", "object_id", "account_host"),
-    *("type", "uri", "warehouse", "name", "prefix", "init_catalog_tables", "oauth2_server_uri"),
-    *("path_style_access", "signer", "proxy_uri", "connect_timeout", "request_timeout", "timeout"),
-    *("max_retries", "retry_timeout_s", "user", "host", "port", "database", "dbname", "sslmode"),
-    *("sslrootcert", "connect_timeout_s", "split_column", "revision"),
-}
-_PREFIXES = (
-    *("aws_", "google_", "azure_storage_", "azure_", "s3.", "gcs.", "adls."),
-    *("client.", "glue.", "dynamodb."),  # of pyiceberg
-)
 _SECRET_NAME = re.compile(  # of a parameter of a URI
     r"(.*[-_])?sig|.*(signature|token|password|passwd|pwd|secret)"
     r"|.*(api|access|account|private)[-_]?key",
@@ -68,15 +51,9 @@ def split_options(
         if not is_text(name) or not is_text(text):
             problems.append(f"{what} must be text in UTF-8, got something else for {key!r}")
             continue
-        is_public = _is_public(name.removeprefix(CATALOG_PREFIX)) and not _has_password(text)
-        (public if is_public else secrets)[name] = text
+        is_shown = is_public(name.removeprefix(CATALOG_PREFIX)) and not _has_password(text)
+        (public if is_shown else secrets)[name] = text
     return public, secrets
-
-
-def _is_public(name: str) -> bool:
-    for prefix in _PREFIXES:
-        name = name.removeprefix(prefix)
-    return name.replace("-", "_") in _PUBLIC_OPTIONS
 
 
 def _has_password(text: str) -> bool:

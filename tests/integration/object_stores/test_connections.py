@@ -31,19 +31,18 @@ def test_an_unknown_option_is_named_without_its_value(s3: S3Server) -> None:
     with pytest.raises(RequestError, match="the s3 store has no option 'acess_key_id'") as caught:
         expand("s3://lake/a", PARQUET, s3.options, {"acess_key_id": "hush-hush"})
     assert "hush" not in str(caught.value)
-    with pytest.raises(RequestError, match="'skip_signature' must be true or false") as caught:
-        expand("s3://lake/a", PARQUET, {"skip_signature": "hush-hush"}, {})
-    assert "hush" not in str(caught.value)
-    with pytest.raises(RequestError, match="'max_retries' must be a number"):
+    with pytest.raises(RequestError, match="'skip_signature' must be true or false, got 'maybe'"):
+        expand("s3://lake/a", PARQUET, {"skip_signature": "maybe"}, {})
+    with pytest.raises(RequestError, match=r"'max_retries' must be a whole number .*, got 'many'"):
         expand("s3://lake/a", PARQUET, {"max_retries": "many"}, s3.secrets)
     for endpoint in (
         *("localhost:9000", "not a url", "ftp://host", "http://hôst", "http://h%"),
         *("http://u:hush/hush@host", "http://u:hush#hush@host", "u:hush@host"),
     ):
-        with pytest.raises(RequestError, match="endpoint of a store must be an http") as caught:
+        with pytest.raises(RequestError, match="the option 'endpoint' is not right") as caught:
             expand("s3://lake/a", PARQUET, {"endpoint": endpoint}, s3.secrets)
         assert "hush" not in str(caught.value)
-    with pytest.raises(RequestError, match=r"gs store \(application_credentials\) are not right"):
+    with pytest.raises(RequestError, match="it names a file of the node: set it in the environ"):
         expand("gs://b/a", PARQUET, {"google_application_credentials": "/nowhere"}, {})
     with pytest.raises(RequestError, match="must be given together"):
         expand("s3://lake/a", PARQUET, {}, {"access_key_id": "hush-hush"})

@@ -21,7 +21,9 @@ from tests.object_store import S3Server
 from tests.store_stubs import AzureStub, FilesStub, Served, _Stub
 
 
-def test_google_cloud_storage_is_read_by_a_service_account(s3: S3Server, tmp_path: Path) -> None:
+def test_google_cloud_storage_is_read_by_a_service_account(
+    s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # moto lets everyone list and read what is public, whatever the protocol's signature.
     for i in range(3):
         s3.put("gcs-bucket", f"t/{i}.parquet", b"rows", public=True)
@@ -37,7 +39,8 @@ def test_google_cloud_storage_is_read_by_a_service_account(s3: S3Server, tmp_pat
             }
         )
     )
-    options = {"google_service_account": str(account)}
+    monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT", str(account))
+    options: dict[str, str] = {}
     files = expand("gs://gcs-bucket/t", PARQUET, options, {})
     assert [file.path for file in files] == [f"gs://gcs-bucket/t/{i}.parquet" for i in range(3)]
     download(files[0], tmp_path / "f", options, {})

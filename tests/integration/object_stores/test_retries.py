@@ -163,7 +163,9 @@ def test_a_server_that_speaks_no_tls_is_named(s3: S3Server) -> None:
         expand("s3://lake/a", PARQUET, options, s3.secrets)
 
 
-def test_a_proxy_that_wants_another_password_is_named(s3: S3Server) -> None:
+def test_a_proxy_that_wants_another_password_is_named(
+    s3: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Refusing(FilesStub):
         protocol_version = "HTTP/1.1"
 
@@ -172,9 +174,9 @@ def test_a_proxy_that_wants_another_password_is_named(s3: S3Server) -> None:
 
     with Served(Refusing) as proxy:
         options = {"endpoint": "https://store.example", "max_retries": "0"}
-        secrets = {**s3.secrets, "proxy_url": proxy.replace("//", "//me:hush-hush@")}
+        monkeypatch.setenv("HTTPS_PROXY", proxy.replace("//", "//me:hush-hush@"))
         with pytest.raises(LoadError, match="the proxy wants another user or password") as caught:
-            expand("s3://lake/a", PARQUET, options, secrets)
+            expand("s3://lake/a", PARQUET, options, s3.secrets)
     assert "hush" not in str(caught.value)
 
 
