@@ -29,6 +29,7 @@ from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.sql import sql_program
 from cache_server.sql.sql_program import Channel, Kind, Request, batch_of
 
+_SPARE = 2  # that start while several are in use
 _MOST_IDLE = 3  # processes that are kept for later
 _SEND_S = 60.0  # for a request, or for rows that the process asked for
 MACHINE_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -201,7 +202,7 @@ class SqlProcess:
 class _Pool:
     """Processes that wait for the next call. Thread-safe.
 
-    A process needs half a second to start. So while several are in use, a further one starts.
+    A process needs half a second to start. So while several are in use, further ones start.
     """
 
     def __init__(self) -> None:
@@ -231,7 +232,7 @@ class _Pool:
             self._idle.sort(key=lambda process: process.is_started)
             process = self._idle.pop() if self._idle else SqlProcess()
             self._num_used += 1
-            if self._num_used > 1 and not self._idle:
+            while self._num_used > 1 and len(self._idle) < _SPARE:
                 self._idle.append(SqlProcess())
         for other in ended:
             other.close()
