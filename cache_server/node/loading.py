@@ -31,7 +31,9 @@ from cache_server.shards.store import ShardStore
 from cache_server.shards.version_key import VersionKey
 from cache_server.source.pinned import PinnedTable, Split
 from cache_server.sql import loader, queries
+from cache_server.sql.bounded import is_unbounded
 from cache_server.sql.quoting import identifier
+from cache_server.sql.sql_process import ANY, Limits
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +62,12 @@ class Job:
     cancelled: threading.Event = field(default_factory=threading.Event)
     rows: int = 0
     notes: set[str] = field(default_factory=set)
+
+    @property
+    def limits(self) -> Limits:
+        """Of a query that runs in a process apart."""
+        memory_bytes = ANY.memory_bytes if self.query_bytes is None else self.query_bytes
+        return Limits(memory_bytes, check=self.check_wanted)
 
     @property
     def key(self) -> VersionKey:
@@ -104,9 +112,11 @@ class Job:
 
 
 def memory_bytes(job: Job) -> int:
-    """Memory that a job needs: see `shard_plan.load_memory_bytes`."""
+    """Memory that a job needs: see `shard_plan.load_memory_bytes`; and its process apart."""
     placed = job.plan.layout.fixed_row_bytes if job.plan.keeps_every_row else 0
-    return load_memory_bytes(job.splits, job.whole_splits, placed)
+    tables = {table.name: table.read_schema for table in job.plan.tables}
+    apart = job.query_bytes or 0 if is_unbounded(job.plan.sql, tables) else 0
+    return load_memory_bytes(job.splits, job.whole_splits, placed) + apart
 
 
 class SpooledTables:
@@ -217,7 +227,7 @@ def run_whole(store: ShardStore, job: Job) -> int:
 
     with closing(SpooledTables(store.scratch / uuid.uuid4().hex)) as spooled:
         for batch in loader.run_whole(
-            job.plan.sql, spooled.paths(job, job.plan.tables), job.query_bytes
+            job.plan.sql, spooled.paths(job, job.plan.tables), job.query_bytes, job.limits
         ):
             job.check_wanted()
             for start, rows in _pieces(batch, builder.layout, job.plan.target_shard_bytes):
@@ -292,10 +302,10 @@ def _rows(
         for files in groups:
             if len(files) == 1:
                 what = str(files[0].split)
-                batches = loader.read_split(files[0], sql, table, job.note)
+                batches = loader.read_split(files[0], sql, table, job.note, job.limits)
             else:
                 what = f"{files[0].split} to {files[-1].split}"
-                batches = loader.read_together(files, sql, table)
+                batches = loader.read_together(files, sql, table, job.limits)
             for batch in batches:
                 job.check_wanted()
                 yield what, batch
@@ -323,7 +333,7 @@ def _joined_rows(
 def _run_over(split: Split, job: Job, tables: Mapping[str, Path]) -> Iterator[pa.RecordBatch]:
     """The rows of a query; an error names the split."""
     try:
-        yield from loader.run_whole(job.plan.sql, tables, job.query_bytes)
+        yield from loader.run_whole(job.plan.sql, tables, job.query_bytes, job.limits)
     except LoadError as error:
         raise LoadError(f"cannot load {split}: {error}") from None
 

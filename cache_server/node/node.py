@@ -26,6 +26,7 @@ from cache_protocol.errors import (
     NotReadyError,
     StaleVersionError,
 )
+from cache_protocol.storage.memory_budget import expression_memory
 from cache_protocol.storage.row_index import ROWS_OF_A_SHARD
 from cache_protocol.storage.shard_files import MappedShard
 from cache_protocol.v1 import cache_pb2 as pb
@@ -71,6 +72,7 @@ from cache_server.shards.resident_rows import ResidentRows
 from cache_server.shards.store import NoRoomError, ShardStore
 from cache_server.shards.version_key import VersionKey
 from cache_server.source.allowed_sources import AllowedSources
+from cache_server.sql.sql_process import MACHINE_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -155,7 +157,10 @@ class Node:
         self._stop = threading.Event()
         self._pool = ThreadPoolExecutor(load_threads, thread_name_prefix="load")
         self._memory = LoadMemory(container_bytes, self._desired_bytes)
-        self.row_values = RowValues(store.free_bytes, at_once=load_threads)
+        self.row_values = RowValues(
+            store.free_bytes,
+            expression_memory(container_bytes or MACHINE_BYTES, load_threads),
+        )
         self._beats = threading.Condition()
         self._begun = self._answered = 0  # heartbeats
         schemas = WriteSchemas(link.write_schema)

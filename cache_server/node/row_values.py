@@ -1,5 +1,7 @@
 """Values that a node computes from the rows that it serves, for the views of jobs.
 
+A process apart computes them, with limits of memory and time: see `sql_process`.
+
 The rows of a condition are kept, because every rank of a job asks for them. They take the memory
 that the shards leave free. Those of the principal with the most give way, the oldest first.
 """
@@ -8,10 +10,11 @@ from __future__ import annotations
 
 import hashlib
 import threading
+import time
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
@@ -20,20 +23,61 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from cache_protocol.cli.sizes import size
-from cache_protocol.errors import NotReadyError, RequestError
+from cache_protocol.errors import NodeUnavailableError, NotReadyError, RequestError
+from cache_protocol.storage.memory_budget import ExpressionMemory
+from cache_server.node.turns import Turns
 from cache_server.shards.resident_rows import ResidentRows
 from cache_server.shards.sql_types import sql_schema
 from cache_server.shards.version_key import VersionKey
-from cache_server.sql.row_queries import ROW_SCHEMA, RowQuery, check_row_query, run_row_query
+from cache_server.sql import sql_process
+from cache_server.sql.row_queries import (
+    ROW_SCHEMA,
+    RowQuery,
+    check_row_query,
+    row_query_batches,
+    short,
+)
+from cache_server.sql.sql_process import LimitError, Limits, SqlProcess
+from cache_server.sql.sql_program import Request
 
 MAX_VALUE_BYTES = 128 * 1024 * 1024  # of one answer
 MAX_WAITING = 256  # requests of a principal
 MAX_WAIT_S = 30.0  # of a request, until it is its turn or another one has computed its rows
+MAX_TURN_S = 30.0  # of a computation
 MAX_KEPT = 16_384  # conditions, each of one shard; they take about 1 KB each besides their rows
 _LOT_BYTES = 16 * 1024 * 1024
+_CHECK_S = 0.1
+_MOST_QUERIES = 64
 _UNLIMITED_BYTES = 1024 * 1024 * 1024  # kept by a node without a memory limit
 
 RowNumbers: TypeAlias = npt.NDArray[np.uint32]
+_Text: TypeAlias = tuple[str, tuple[str, ...], pa.Schema]
+
+
+class _GoneError(Exception):
+    """The client is gone."""
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Who asks for values.
+
+    Attributes:
+        namespace, principal: whose turn it is.
+        is_gone: answers whether the client ended its call.
+    """
+
+    namespace: str = ""
+    principal: str = ""
+    is_gone: Callable[[], bool] = lambda: False
+
+    def check(self) -> None:
+        """Raises an error when the client ended its call."""
+        if self.is_gone():
+            raise _GoneError
+
+
+NOBODY = Caller()
 
 
 class _Selection(NamedTuple):
@@ -58,15 +102,17 @@ class RowValues:
 
     Args:
         free_bytes: answers the memory that the shards leave; None: no limit.
-        at_once: computations that run at the same time; others wait.
+        memory: how many computations run at the same time, and what each may take; others wait.
     """
 
-    def __init__(self, free_bytes: Callable[[], int | None], at_once: int) -> None:
+    def __init__(self, free_bytes: Callable[[], int | None], memory: ExpressionMemory) -> None:
         self._free_bytes = free_bytes
-        self._turns = threading.BoundedSemaphore(at_once)
+        self._memory_bytes = memory.num_bytes
+        self._turns = Turns(memory.at_once, memory.of_namespace)
         self._lock = threading.Lock()
         self._waiting = Counter[str]()
         self._kept: dict[_Selection, _Kept] = {}
+        self._queries: dict[_Text, RowQuery] = {}  # the oldest first
         # By owner; names are those of ``_kept``, the oldest first.
         self._names = defaultdict[str, OrderedDict[_Selection, None]](OrderedDict)
         self._num_bytes = Counter[str]()
@@ -84,14 +130,13 @@ class RowValues:
         stop: int,
         expression: str,
         where: tuple[str, ...],
-        *,
-        principal: str = "",
+        caller: Caller = NOBODY,
     ) -> tuple[pa.Schema, list[pa.Array]]:
         """The values of rows ``[start, stop)`` of one shard, or those that fulfil conditions.
 
         Args:
             expression, where: see `check_row_query`.
-            principal: who asks.
+            caller: who asks.
 
         Returns:
             The schema of one column, and its values in pieces. Rows are counted from ``start``.
@@ -100,12 +145,15 @@ class RowValues:
             RequestError: it cannot be computed; says why.
             InvalidRowsError, NotReadyError: as for `ResidentRows.lots`; or too many requests wait,
                 or this one waited too long.
+            NodeUnavailableError: the client is gone.
         """
-        if not expression:
-            return ROW_SCHEMA, [pa.array(self._selected(rows, start, stop, where, principal))]
-        with self._turn(principal):
-            query = check_row_query(expression, where, sql_schema(rows.layout.logical))
-            return query.result, list(_bounded(_computed(query, rows, start, stop)))
+        try:
+            if not expression:
+                return ROW_SCHEMA, [pa.array(self._selected(rows, start, stop, where, caller))]
+            with self._turn(caller):
+                return self._computed(expression, where, rows, start, stop, caller)
+        except _GoneError:
+            raise NodeUnavailableError("the client ended its call") from None
 
     def forget(self, version: VersionKey) -> None:
         """Frees what is kept of a version."""
@@ -141,55 +189,121 @@ class RowValues:
         start: int,
         stop: int,
         where: tuple[str, ...],
-        principal: str,
+        caller: Caller,
     ) -> RowNumbers:
         """The rows that fulfil conditions; computed once for each shard."""
         first, last = rows.shard_range(start, stop)
         name = _Selection(rows.key, first, hashlib.sha256(repr(where).encode()).digest())
-        with self._lock:
-            found = self._kept.get(name)
-            mine = found is None
-            if found is None:
-                found = self._kept[name] = _Kept(principal)
-            self._names[found.owner][name] = None
-            self._names[found.owner].move_to_end(name)
-        if mine:
-            try:
-                with self._turn(principal):
-                    query = check_row_query("", where, sql_schema(rows.layout.logical))
-                    pieces = _computed(query, rows, first, last)
-                    numbers = _joined([piece.to_numpy() for piece in pieces])
-            except BaseException as error:
-                with self._lock:
-                    if self._kept.get(name) is found:
-                        self._drop(name)
-                found.rows.set_exception(error)
-                raise
+        numbers = None
+        while numbers is None:
             with self._lock:
-                found.rows.set_result(numbers)
-                if self._kept.get(name) is found:
-                    found.num_bytes = numbers.nbytes
-                    self._num_bytes[found.owner] += numbers.nbytes
-            self.trim()
-        elif not found.rows.done():
-            with self._waits(principal):
-                if not wait([found.rows], MAX_WAIT_S).done:
-                    raise _waited_in_vain()
-        numbers = found.rows.result()
+                found = self._kept.get(name)
+                mine = found is None
+                if found is None:
+                    found = self._kept[name] = _Kept(caller.principal)
+                self._names[found.owner][name] = None
+                self._names[found.owner].move_to_end(name)
+            if mine:
+                self._select(name, found, where, rows, first, last, caller)
+            numbers = self._waited_for(found, caller)
         if (first, last) == (start, stop):
             return numbers
         bounds = np.searchsorted(numbers, [start - first, stop - first])
         return numbers[bounds[0] : bounds[1]] - np.uint32(start - first)
 
-    @contextmanager
-    def _turn(self, principal: str) -> Iterator[None]:
-        with self._waits(principal):
-            if not self._turns.acquire(timeout=MAX_WAIT_S):
-                raise _waited_in_vain()
+    def _select(
+        self,
+        name: _Selection,
+        kept: _Kept,
+        where: tuple[str, ...],
+        rows: ResidentRows,
+        first: int,
+        last: int,
+        caller: Caller,
+    ) -> None:
+        """Computes the rows of a selection, for all who wait for it."""
+        try:
+            with self._turn(caller):
+                _, pieces = self._computed("", where, rows, first, last, caller)
+                numbers = _joined([piece.to_numpy() for piece in pieces])
+        except BaseException as error:
+            with self._lock:
+                if self._kept.get(name) is kept:
+                    self._drop(name)
+            kept.rows.set_exception(error)
+            raise
+        with self._lock:
+            kept.rows.set_result(numbers)
+            if self._kept.get(name) is kept:
+                kept.num_bytes = numbers.nbytes
+                self._num_bytes[kept.owner] += numbers.nbytes
+        self.trim()
+
+    def _waited_for(self, kept: _Kept, caller: Caller) -> RowNumbers | None:
+        """The rows of a selection; None if the client for whom they were computed is gone."""
+        if not kept.rows.done():
+            with self._waits(caller.principal):
+                deadline = time.monotonic() + MAX_WAIT_S
+                while not wait([kept.rows], min(_CHECK_S, MAX_WAIT_S)).done:
+                    caller.check()
+                    if time.monotonic() > deadline:
+                        raise _waited_in_vain()
+        try:
+            return kept.rows.result()
+        except _GoneError:
+            return None
+
+    def _computed(
+        self,
+        expression: str,
+        where: tuple[str, ...],
+        rows: ResidentRows,
+        start: int,
+        stop: int,
+        caller: Caller,
+    ) -> tuple[pa.Schema, list[pa.Array]]:
+        """The schema and the values of a query, from another process."""
+        limits = Limits(self._memory_bytes, MAX_TURN_S, caller.check)
+        schema = sql_schema(rows.layout.logical)
+        with sql_process.lease() as process:
             try:
-                yield
-            finally:
-                self._turns.release()
+                query = self._query(process, limits, (expression, where, schema))
+                run = Request(
+                    row_query_batches, (query,), memory_bytes=self._memory_bytes, takes_lots=True
+                )
+                lots = rows.lots(start, stop, query.schema.names, _LOT_BYTES)
+                batches = process.run(run, limits, lots=lots)
+                return query.result, _bounded(batch.column(0) for batch in batches)
+            except LimitError as error:
+                text = " where ".join(filter(None, (expression, " AND ".join(where))))
+                raise RequestError(
+                    f"{short(repr(text))} {error}: ask for fewer rows at once, or compute it in "
+                    "the `sql` of the load"
+                ) from None
+
+    def _query(self, process: SqlProcess, limits: Limits, text: _Text) -> RowQuery:
+        """A checked query; every shard asks for the same."""
+        with self._lock:
+            if (known := self._queries.get(text)) is not None:
+                return known
+        check = Request(check_row_query, text, memory_bytes=self._memory_bytes)
+        query: RowQuery = sql_process.value_of(process.run(check, limits))
+        with self._lock:
+            while len(self._queries) >= _MOST_QUERIES:
+                del self._queries[next(iter(self._queries))]
+            self._queries[text] = query
+        return query
+
+    @contextmanager
+    def _turn(self, caller: Caller) -> Iterator[None]:
+        with self._waits(caller.principal), ExitStack() as turn:
+            try:
+                turn.enter_context(
+                    self._turns.turn(caller.namespace, caller.principal, caller.check, MAX_WAIT_S)
+                )
+            except TimeoutError:
+                raise _waited_in_vain() from None
+            yield
 
     @contextmanager
     def _waits(self, principal: str) -> Iterator[None]:
@@ -213,12 +327,8 @@ def _waited_in_vain() -> NotReadyError:
     )
 
 
-def _computed(query: RowQuery, rows: ResidentRows, start: int, stop: int) -> Iterator[pa.Array]:
-    return run_row_query(query, rows.lots(start, stop, query.schema.names, _LOT_BYTES))
-
-
-def _bounded(pieces: Iterator[pa.Array]) -> Iterator[pa.Array]:
-    num_bytes = 0
+def _bounded(pieces: Iterator[pa.Array]) -> list[pa.Array]:
+    found, num_bytes = [], 0
     for piece in pieces:
         num_bytes += piece.nbytes
         if num_bytes > MAX_VALUE_BYTES:
@@ -226,7 +336,8 @@ def _bounded(pieces: Iterator[pa.Array]) -> Iterator[pa.Array]:
                 f"the values of one answer take more than {size(MAX_VALUE_BYTES)}: ask for fewer "
                 "rows at once"
             )
-        yield piece
+        found.append(piece)
+    return found
 
 
 def _joined(pieces: list[RowNumbers]) -> RowNumbers:

@@ -38,6 +38,7 @@ from cache_server.auth.principals import EVERYTHING, Role, Viewer
 from cache_server.auth.verbs import SHARD_FILE
 from cache_server.node.node import Node
 from cache_server.node.puts import PutMessage
+from cache_server.node.row_values import Caller
 from cache_server.node.traffic import Read, Traffic
 from cache_server.rpc.flight_calls import (
     Call,
@@ -173,7 +174,7 @@ class FlightService(flight.FlightServerBase):
                 return flight.GeneratorStream(_FILE_SCHEMA, copied)
             rows = self._ready_node().rows(request.dataset, request.fingerprint, viewer)
             if request.HasField("expression"):
-                return self._values(call, rows, request.expression)
+                return self._values(context, call, rows, request.expression)
             if request.HasField("stored"):
                 return self._stored(call, rows, request)
             start, stop = request.rows.start, request.rows.stop
@@ -227,16 +228,21 @@ class FlightService(flight.FlightServerBase):
         return flight.GeneratorStream(selection.layout.schema, messages())
 
     def _values(
-        self, call: Call, rows: ResidentRows, wanted: pb.RowExpression
+        self,
+        context: flight.ServerCallContext,
+        call: Call,
+        rows: ResidentRows,
+        wanted: pb.RowExpression,
     ) -> flight.FlightDataStream:
         """Values computed from rows of a shard."""
+        principal = call.principal
         schema, pieces = self._ready_node().row_values.answer(
             rows,
             wanted.rows.start,
             wanted.rows.stop,
             wanted.expression,
             tuple(wanted.where),
-            principal=call.principal.name,
+            Caller(principal.viewer.namespace, principal.name, context.is_cancelled),
         )
         batches = (
             pa.RecordBatch.from_arrays([piece.slice(at, step)], schema=schema)

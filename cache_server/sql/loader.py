@@ -43,6 +43,8 @@ from cache_server.source.pinned import (
     check_schema,
     no_rows,
 )
+from cache_server.sql import sql_process
+from cache_server.sql.bounded import is_unbounded
 from cache_server.sql.formats import json_rows, json_types
 from cache_server.sql.formats.batch_rows import (
     BATCH_BYTES,
@@ -80,6 +82,7 @@ from cache_server.sql.session import (
     reason_of,
     reraise_exit,
 )
+from cache_server.sql.sql_process import ANY, Limits
 
 _FILE = "__file"  # a file whose table has further or other columns
 
@@ -176,6 +179,7 @@ def read_split(
     sql: str,
     table: PinnedTable,
     note: Callable[[str], None] = lambda text: None,
+    limits: Limits = ANY,
 ) -> Iterator[pa.RecordBatch]:
     """The result rows of one split, in source order.
 
@@ -183,11 +187,21 @@ def read_split(
         file: where the split's rows are.
         sql: runs split by split and reads only ``table``.
         note: called with what the types of columns change, before the first row.
+        limits: of a query that is not `bounded`, which runs in a process apart.
 
     Raises:
         LoadError: naming file, split and reason.
     """
     split = file.split
+    if is_unbounded(sql, {table.name: table.schema}):
+        yield from sql_process.stream(
+            read_split,
+            *(file, sql, table),
+            limits=limits.beside([file.path]),
+            failure=partial(_died, f"cannot load {split}"),
+            note=note,
+        )
+        return
     parts = 1 if file.is_staged else split.parts
     try:
         if (rows := _rows_in_memory(file, table, note)) is not None:
@@ -224,7 +238,7 @@ def read_split(
 
 
 def read_together(
-    files: Sequence[LocalFile], sql: str, table: PinnedTable
+    files: Sequence[LocalFile], sql: str, table: PinnedTable, limits: Limits = ANY
 ) -> Iterator[pa.RecordBatch]:
     """Like `read_split`, for whole Parquet files, in order of names.
 
@@ -234,6 +248,14 @@ def read_together(
         files: alone in a folder, with the same partition values.
     """
     folder, splits = files[0].path.parent, [file.split for file in files]
+    if is_unbounded(sql, {table.name: table.schema}):
+        yield from sql_process.stream(
+            read_together,
+            *(files, sql, table),
+            limits=limits.beside([file.path for file in files]),
+            failure=partial(_died, f"cannot load {splits[0]} to {splits[-1]}"),
+        )
+        return
     try:
         context, frame = _planned(LocalFile(folder, table.format, splits[0]), sql, table, 1)
         if not folds_to_nothing(frame):
@@ -253,6 +275,11 @@ def with_rows(splits: Sequence[Split], sql: str, table: PinnedTable) -> list[Spl
     selection = selection_of(sql)
     if selection is not None and not selection.filter:
         return list(splits)
+    if is_unbounded(sql, {table.name: table.schema}):
+        found: list[Split] = sql_process.call(
+            with_rows, splits, sql, table, failure=partial(_died, f"cannot run {sql!r}")
+        )
+        return found
     answers: dict[tuple[object, ...], bool] = {}
     kept = []
     for split in splits:
@@ -266,7 +293,10 @@ def with_rows(splits: Sequence[Split], sql: str, table: PinnedTable) -> list[Spl
 
 
 def run_whole(
-    sql: str, tables: Mapping[str, Path], memory_bytes: int | None = None
+    sql: str,
+    tables: Mapping[str, Path],
+    memory_bytes: int | None = None,
+    limits: Limits = ANY,
 ) -> Iterator[pa.RecordBatch]:
     """The rows of a query over whole tables, in its order.
 
@@ -276,12 +306,21 @@ def run_whole(
         tables: name -> Arrow file.
         memory_bytes: of sorts, joins and groups together. What does not fit is written beside the
             first file; some joins cannot, and fail. None: no limit.
+        limits: see `read_split`.
 
     Raises:
         LoadError: with the reason.
     """
     try:
         schemas = {name: _schema_of(path, "arrow") for name, path in tables.items()}
+        if is_unbounded(sql, schemas):
+            yield from sql_process.stream(
+                run_whole,
+                *(sql, tables, memory_bytes),
+                limits=limits.beside(tables.values()),
+                failure=partial(_died, f"cannot run {sql!r}"),
+            )
+            return
         longest = max(map(arrow_row_bytes, tables.values()), default=0)
         rows = min(DEFAULT_BATCH_ROWS, batch_rows(longest))
         mode, runtime = mode_of(sql, schemas), _bounded(memory_bytes, tables)
@@ -292,6 +331,8 @@ def run_whole(
         check_values(context, frame)
         for batch in frame.execute_stream():
             yield batch.to_pyarrow()
+    except LoadError:
+        raise
     except Exception as error:  # DataFusion raises bare Exception
         if memory_bytes is not None and "Resources exhausted" in str(error):
             raise LoadError(
@@ -299,6 +340,12 @@ def run_whole(
                 "container. Give the nodes more memory, or join smaller tables"
             ) from None
         raise LoadError(f"cannot run {sql!r}: {reason_of(error)}") from None
+
+
+def _died(what: str, reason: str) -> LoadError:
+    return LoadError(
+        f"{what}: the query {reason}. Make its values shorter, or give the nodes more memory"
+    )
 
 
 def _bounded(memory_bytes: int | None, tables: Mapping[str, Path]) -> RuntimeEnvBuilder | None:
@@ -317,6 +364,11 @@ def count_kept(sql: str, table: str, rows: pa.RecordBatch) -> int:
     Raises:
         LoadError: with the reason.
     """
+    if is_unbounded(sql, {table: rows.schema}):
+        number: int = sql_process.call(
+            count_kept, sql, table, rows, failure=partial(_died, f"cannot run {sql!r}")
+        )
+        return number
     context = open_session(1, mode=mode_of(sql, {table: rows.schema}))
     context.register_record_batches(table, [[rows]])
     try:

@@ -13,6 +13,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import date, datetime
+from functools import partial
 from typing import Any
 
 import pyarrow as pa
@@ -22,7 +23,8 @@ from datafusion.unparser import Dialect, Unparser
 from cache_protocol.errors import RequestError
 from cache_protocol.spec.dataset_spec import TABLE
 from cache_server.source.pinned import Condition, no_rows
-from cache_server.sql import ignored_sql
+from cache_server.sql import ignored_sql, sql_process
+from cache_server.sql.bounded import is_unbounded
 from cache_server.sql.exactness import Mode
 from cache_server.sql.lineage import SourceColumn, column_lineage, parts, variant
 from cache_server.sql.quoting import identifier
@@ -129,6 +131,16 @@ def check_query(
             read-only, leaves a table unread, or has no defined order and needs one; says which.
     """
     _check_size(sql)
+    if is_unbounded(sql, tables):
+        query: Query = sql_process.call(
+            check_query,
+            sql,
+            dict(tables),
+            allow_unordered=allow_unordered,
+            is_shortcut=is_shortcut,
+            failure=partial(_not_planned, sql),
+        )
+        return query
     context = _session(tables)
     selection = _selection(sql, context, tables)
     planned = sql if selection is None else _narrow(selection, tables)
@@ -184,6 +196,10 @@ def check_query(
     return query if selection is None else _with_columns(query, selection, tables, written)
 
 
+def _not_planned(sql: str, reason: str) -> RequestError:
+    return RequestError(f"sql {sql!r} {reason} while it was planned: write less of it as constants")
+
+
 def _check_size(sql: str) -> None:
     size = size_of(sql)
     for what, limit, number in (
@@ -200,6 +216,11 @@ def computed_columns(sql: str, tables: Mapping[str, pa.Schema]) -> dict[str, str
     """The columns that a query computes -> their SQL; see `cache_server.sql.select_list`."""
     if selection_of(sql) is not None:
         return {}
+    if is_unbounded(sql, tables):
+        columns: dict[str, str] = sql_process.call(
+            computed_columns, sql, dict(tables), failure=partial(_not_planned, sql)
+        )
+        return columns
     frame = _plan(sql, sql, _session(tables), tables)
     plan = frame.logical_plan()
     try:

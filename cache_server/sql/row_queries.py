@@ -15,16 +15,20 @@ import pyarrow as pa
 
 from cache_protocol.errors import CacheError, RequestError
 from cache_protocol.spec.dataset_spec import TABLE
+from cache_server.source.pinned import no_rows
+from cache_server.sql.bounded import first_unbounded
 from cache_server.sql.ignored_sql import are_paired, bare
 from cache_server.sql.queries import check_query
 from cache_server.sql.quoting import identifier
 from cache_server.sql.session import (
+    TABLE_FUNCTIONS,
     check_values,
     folds_to_nothing,
     frame_of,
     mode_of,
     named_columns,
     open_session,
+    read_only,
     reason_of,
     reraise_exit,
 )
@@ -36,6 +40,7 @@ MAX_TEXT_LENGTH = 4096
 # contains all before it. Numbers and texts, as those of a list, are cheap.
 MAX_SIGNS, MAX_OTHERS, MAX_NAMES = 32, 128, 256
 BATCH_ROWS = 32_768  # intermediate columns fit into the processor's caches
+_MESSAGE_BYTES = 1 << 20
 VALUE, ROW = "value", "row"
 ROW_SCHEMA = pa.schema([pa.field(ROW, pa.uint32())])
 _WITHOUT_VIEWS = {pa.string_view(): pa.string(), pa.binary_view(): pa.binary()}
@@ -80,7 +85,7 @@ def check_row_query(expression: str, where: tuple[str, ...], schema: pa.Schema) 
         found, columns = _checked("where", condition, schema)
         if not pa.types.is_boolean(found):
             raise RequestError(
-                f"where {_short(repr(condition))} must be true or false, but it is of {found}"
+                f"where {short(repr(condition))} must be true or false, but it is of {found}"
             )
         read |= columns
     if expression:
@@ -128,12 +133,28 @@ def run_row_query(query: RowQuery, lots: Iterable[pa.RecordBatch]) -> Iterator[p
             check_values(context, frame)
             for batch in frame.execute_stream():
                 yield batch.to_pyarrow().column(0).cast(query.result.field(0).type)
-    except CacheError:
+    except (CacheError, MemoryError):
         raise
     except BaseException as error:  # DataFusion raises bare Exception, or panics
         reraise_exit(error)
-        reason = _short(reason_of(error), 1000)
-        raise RequestError(f"{_short(repr(query.text))}: {reason}") from None
+        reason = short(reason_of(error), 1000)
+        raise RequestError(f"{short(repr(query.text))}: {reason}") from None
+
+
+def row_query_batches(query: RowQuery, lots: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Like `run_row_query`, in batches of the schema of the result, of a megabyte or more."""
+    waiting: list[pa.Array] = []
+    for piece in run_row_query(query, lots):
+        waiting.append(piece)
+        if sum(array.nbytes for array in waiting) >= _MESSAGE_BYTES:
+            yield _batch_of(waiting, query.result)
+            waiting = []
+    yield _batch_of(waiting, query.result)
+
+
+def _batch_of(pieces: list[pa.Array], schema: pa.Schema) -> pa.RecordBatch:
+    column = pa.concat_arrays([pa.array([], schema.field(0).type), *pieces])
+    return pa.RecordBatch.from_arrays([column], schema=schema)
 
 
 def _check_size(expression: str, where: tuple[str, ...]) -> None:
@@ -151,20 +172,25 @@ def _check_size(expression: str, where: tuple[str, ...]) -> None:
         if number > limit:
             raise RequestError(
                 f"{given} must have at most {limit} {what} in all, got {number}: "
-                f"{_short(repr(text))}"
+                f"{short(repr(text))}"
             )
 
 
 def _checked(kind: str, text: str, schema: pa.Schema) -> tuple[pa.DataType, set[str]]:
     """The type of an expression of single rows, and the columns that it names."""
     if not are_paired(bare(text)):
-        raise RequestError(f"{kind} {_short(repr(text))} has a parenthesis without its partner")
-    sql, named = f"SELECT ({text}) AS {VALUE} FROM {TABLE}", f"{kind} {_short(repr(text))}"
+        raise RequestError(f"{kind} {short(repr(text))} has a parenthesis without its partner")
+    sql, named = f"SELECT ({text}) AS {VALUE} FROM {TABLE}", f"{kind} {short(repr(text))}"
+    if found := _unbounded(sql, schema):
+        raise RequestError(
+            f"{named} must not use {found}: its result can be much longer than its arguments. "
+            "Compute it in the `sql` of the load"
+        )
     try:
         query = check_query(sql, {TABLE: schema}, allow_unordered=True)
     except RequestError as error:
         reason = str(error).removeprefix(f"sql {sql!r}: ")
-        raise RequestError(f"{named}: {_short(reason, 1000)}") from None
+        raise RequestError(f"{named}: {short(reason, 1000)}") from None
     if query.joins or not query.keeps_every_row:
         what = "a query" if query.joins else query.why_whole or "unnest"
         raise RequestError(f"{named} must be computed from one row alone, got {what}")
@@ -177,12 +203,26 @@ def _checked(kind: str, text: str, schema: pa.Schema) -> tuple[pa.DataType, set[
     return _WITHOUT_VIEWS.get(dtype, dtype), columns
 
 
+def _unbounded(sql: str, schema: pa.Schema) -> str:
+    """What a query computes without a bound, by its plan as written; empty if it has no plan."""
+    context = open_session(1)
+    context.register_record_batches(TABLE, [[no_rows(schema)]])
+    for name in TABLE_FUNCTIONS:
+        context.deregister_udtf(name)
+    try:
+        plan = context.sql_with_options(sql, read_only()).logical_plan()
+    except BaseException as error:  # `check_query` reports it
+        reraise_exit(error)
+        return next((n for n in TABLE_FUNCTIONS if f"table function '{n}'" in str(error)), "")
+    return first_unbounded(plan, context)
+
+
 def _has_dictionary(dtype: pa.DataType) -> bool:
     return pa.types.is_dictionary(dtype) or any(
         _has_dictionary(dtype.field(number).type) for number in range(dtype.num_fields)
     )
 
 
-def _short(text: str, length: int = 200) -> str:
+def short(text: str, length: int = 200) -> str:
     """The beginning of a text: gRPC loses errors of more than a few KiB."""
     return text if len(text) <= length else f"{text[:length]}..."

@@ -37,6 +37,20 @@ _OF_A_SAMPLE = re.compile(r"^Error when processing CSV file .*?sample\.csv cause
 _VOLATILE = ("random", "uuid", "now", "current_date", "current_time", "today")
 # Functions about the file that is read, which may be a copy.
 _OF_THE_FILE = ("file_row_index", "input_file_name")
+# Their arguments are computed when a query is parsed, see `bounded`.
+TABLE_FUNCTIONS = ("generate_series", "range")
+_is_apart = False
+
+
+def run_apart() -> None:
+    """Says that this process runs only what others asked it to: it may end at any time."""
+    global _is_apart
+    _is_apart = True
+
+
+def is_apart() -> bool:
+    """Whether `run_apart` was called."""
+    return _is_apart
 
 
 def open_session(
@@ -70,6 +84,8 @@ def open_session(
     context = SessionContext(config, runtime)
     for name in (*_VOLATILE, *_OF_THE_FILE):
         context.deregister_udf(name)
+    for name in () if _is_apart else TABLE_FUNCTIONS:
+        context.deregister_udtf(name)
     for rule in exactness.SIMPLIFYING_RULES if mode.unsimplified else ():
         context.remove_optimizer_rule(rule)
     return context

@@ -5,6 +5,8 @@ The node and the creator of the volume for its shards must use the same division
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 MIN_SHARD_BYTES = 64 << 20
 _MIN_PROCESS_BYTES = 1 << 30
 _IDLE_BYTES = 128 << 20  # of a process that only answers readers
@@ -16,6 +18,21 @@ _LOAD_BYTES = 256 << 20
 _GROUP_TIMES = 4.5
 _MIN_GROUP_TIMES = 3
 _ROOMY_BYTES = 4 << 30
+_MIN_EXPRESSION_BYTES, _MAX_EXPRESSION_BYTES = 128 << 20, 512 << 20
+
+
+class ExpressionMemory(NamedTuple):
+    """Limits of the computations of row expressions.
+
+    Attributes:
+        at_once: computations at the same time.
+        of_namespace: how many of them are of one namespace.
+        num_bytes: of one computation.
+    """
+
+    at_once: int
+    of_namespace: int
+    num_bytes: int
 
 
 def shard_bytes(container_bytes: int) -> int:
@@ -52,6 +69,18 @@ def loads_at_once(num_processors: int) -> int:
     The node loads fewer if they need too much memory: see `load_bytes`.
     """
     return max(_MIN_LOADS, min(num_processors, _MAX_LOADS))
+
+
+def expression_memory(container_bytes: int, loads_at_once: int) -> ExpressionMemory:
+    """What computations of row expressions may take together: a quarter of the memory at most.
+
+    Args:
+        container_bytes: memory limit of the container, or of the machine.
+    """
+    share = container_bytes // 4
+    at_once = max(2, min(2 * loads_at_once, share // _MIN_EXPRESSION_BYTES))
+    num_bytes = min(_MAX_EXPRESSION_BYTES, max(_MIN_EXPRESSION_BYTES, share // at_once))
+    return ExpressionMemory(at_once, at_once // 2, num_bytes)
 
 
 def load_bytes(group_bytes: int, unsealed_bytes: int = 0) -> int:

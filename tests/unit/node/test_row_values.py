@@ -2,20 +2,23 @@ import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
 
 from cache_protocol.errors import InvalidRowsError, NotReadyError, RequestError
+from cache_protocol.storage.memory_budget import ExpressionMemory
 from cache_protocol.storage.shard_files import MappedShard, SealedShard
 from cache_server.node import row_values
-from cache_server.node.row_values import RowValues
+from cache_server.node.row_values import Caller, RowValues
 from cache_server.shards.packing import ShardBuilder, storage_schema
 from cache_server.shards.resident_rows import ResidentRows
 from cache_server.shards.version_key import VersionKey
 from tests.stored_rows import KEY, LAYOUT, mapped
 
 SIZES = [5, 7, 3]
+ONE = ExpressionMemory(at_once=1, of_namespace=1, num_bytes=512 << 20)
 
 
 @pytest.fixture(scope="module")
@@ -30,27 +33,29 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> ResidentRows:
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The conditions that were evaluated."""
     found: list[str] = []
-    run = row_values.run_row_query
+    compute = RowValues._computed
 
-    def noting(query: row_values.RowQuery, lots: object) -> object:
-        found.append(query.text)
-        return run(query, lots)  # type: ignore[arg-type]
+    def noting(
+        values: RowValues, expression: str, where: tuple[str, ...], *others: Any
+    ) -> tuple[pa.Schema, list[pa.Array]]:
+        found.extend(where)
+        return compute(values, expression, where, *others)
 
-    monkeypatch.setattr(row_values, "run_row_query", noting)
+    monkeypatch.setattr(RowValues, "_computed", noting)
     return found
 
 
 def selected(
     values: RowValues, rows: ResidentRows, start: int, stop: int, where: str, principal: str = ""
 ) -> list[int]:
-    schema, (numbers,) = values.answer(rows, start, stop, "", (where,), principal=principal)
+    schema, (numbers,) = values.answer(rows, start, stop, "", (where,), Caller(principal=principal))
     assert schema == pa.schema([("row", pa.uint32())])
     found: list[int] = numbers.to_pylist()
     return found
 
 
 def test_values_are_those_of_the_rows_asked_for_in_their_order(rows: ResidentRows) -> None:
-    values = RowValues(lambda: None, at_once=1)
+    values = RowValues(lambda: None, ONE)
 
     for expression, expected in {
         "wide": [-6, -7, -8],
@@ -69,7 +74,7 @@ def test_values_are_those_of_the_rows_asked_for_in_their_order(rows: ResidentRow
 def test_rows_of_a_condition_count_from_the_first_row_asked_for(
     rows: ResidentRows, runs: list[str]
 ) -> None:
-    values = RowValues(lambda: None, at_once=1)
+    values = RowValues(lambda: None, ONE)
 
     assert selected(values, rows, 5, 12, '"row" % 2 = 0') == [1, 3, 5]
     assert selected(values, rows, 7, 12, '"row" % 2 = 0') == [1, 3]
@@ -97,14 +102,14 @@ def test_rows_of_several_shards_or_of_other_nodes_are_refused(
     where: tuple[str, ...],
 ) -> None:
     with pytest.raises(error):
-        RowValues(lambda: None, at_once=1).answer(rows, start, stop, expression, where)
+        RowValues(lambda: None, ONE).answer(rows, start, stop, expression, where)
 
 
 def test_callers_who_ask_at_the_same_time_share_one_evaluation(
     rows: ResidentRows, runs: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     values, begun, may_end = (
-        RowValues(lambda: None, at_once=4),
+        RowValues(lambda: None, ONE),
         threading.Event(),
         threading.Event(),
     )
@@ -129,7 +134,7 @@ def test_what_the_shards_leave_no_room_for_is_freed_the_oldest_first(
     rows: ResidentRows, runs: list[str]
 ) -> None:
     free = 48
-    values = RowValues(lambda: free, at_once=1)
+    values = RowValues(lambda: free, ONE)
     for bound in (1, 0, 1, 2):  # 3, 4 and 2 rows of 4 bytes
         selected(values, rows, 0, 5, f'"row" > {bound}')
     assert (len(runs), values.num_bytes) == (3, 36)
@@ -150,7 +155,7 @@ def test_a_principal_who_asks_for_much_evicts_nothing_of_another(
 ) -> None:
     if limit == "number":
         monkeypatch.setattr(row_values, "MAX_KEPT", 4)
-    values = RowValues(lambda: 60 if limit == "bytes" else None, at_once=1)
+    values = RowValues(lambda: 60 if limit == "bytes" else None, ONE)
     for least in (3, 2):  # 1 and 2 rows of 4 bytes
         selected(values, rows, 0, 5, f'"row" > {least}', "team a")
     for number in range(20):
@@ -166,7 +171,7 @@ def test_a_principal_who_asks_for_much_evicts_nothing_of_another(
 
 
 def test_what_is_kept_does_not_contain_the_text_of_its_condition(rows: ResidentRows) -> None:
-    values = RowValues(lambda: None, at_once=1)
+    values = RowValues(lambda: None, ONE)
     selected(values, rows, 0, 5, f"\"text\" <> '{'x' * 4000}'")
 
     (name,) = values._kept
@@ -178,7 +183,7 @@ def test_a_request_waits_a_bounded_time_for_its_turn_and_for_another_request(
 ) -> None:
     monkeypatch.setattr(row_values, "MAX_WAIT_S", 0.01)
     values, begun, may_end = (
-        RowValues(lambda: None, at_once=1),
+        RowValues(lambda: None, ONE),
         threading.Event(),
         threading.Event(),
     )
@@ -207,7 +212,7 @@ def test_the_number_of_conditions_that_are_kept_is_bounded(
     rows: ResidentRows, runs: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(row_values, "MAX_KEPT", 2)
-    values = RowValues(lambda: None, at_once=1)
+    values = RowValues(lambda: None, ONE)
 
     for bound in (5, 6, 7, 7, 6, 5):  # none of them keeps a row
         assert selected(values, rows, 0, 5, f'"row" > {bound}') == []
@@ -216,7 +221,7 @@ def test_the_number_of_conditions_that_are_kept_is_bounded(
 
 
 def test_a_version_that_is_gone_keeps_nothing(rows: ResidentRows) -> None:
-    values = RowValues(lambda: None, at_once=1)
+    values = RowValues(lambda: None, ONE)
     selected(values, rows, 0, 5, "wide < -2")
 
     values.forget(VersionKey("table", "f2"))
@@ -226,7 +231,7 @@ def test_a_version_that_is_gone_keeps_nothing(rows: ResidentRows) -> None:
 
 
 def test_a_condition_that_fails_is_evaluated_again(rows: ResidentRows, runs: list[str]) -> None:
-    values = RowValues(lambda: None, at_once=1)
+    values = RowValues(lambda: None, ONE)
 
     for _ in range(2):
         with pytest.raises(RequestError, match="Divide by zero"):
@@ -237,14 +242,14 @@ def test_a_condition_that_fails_is_evaluated_again(rows: ResidentRows, runs: lis
 def test_answers_and_waiting_requests_are_bounded(
     rows: ResidentRows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    values = RowValues(lambda: None, at_once=1)
+    values = RowValues(lambda: None, ONE)
     monkeypatch.setattr(row_values, "MAX_VALUE_BYTES", 32)
     with pytest.raises(RequestError, match="ask for fewer rows"):
         values.answer(rows, 0, 5, "row", ())
 
     monkeypatch.setattr(row_values, "MAX_WAITING", 0)
     with pytest.raises(NotReadyError, match="0 other requests of 'team a'"):
-        values.answer(rows, 0, 5, "row", (), principal="team a")
+        values.answer(rows, 0, 5, "row", (), Caller(principal="team a"))
 
 
 def test_dates_times_and_booleans_are_seen_as_in_the_source(tmp_path: Path) -> None:

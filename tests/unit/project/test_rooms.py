@@ -174,7 +174,8 @@ BARRIERS = (
         "cache_server",
         "datafusion",
         tuple(
-            f"cache_server/sql/{name}.py" for name in ("exactness", "loader", "queries", "session")
+            f"cache_server/sql/{name}.py"
+            for name in ("bounded", "exactness", "loader", "queries", "session")
         ),
     ),
     Barrier("cache_client", "datafusion"),
