@@ -2,8 +2,8 @@
 
 torch does not tell a dataset that an iterator starts workers for it, nor how many of their batches
 the training loop has taken. Both are found here: a worker starts inside a method of its iterator,
-so the call stack names the iterator, and the iterator counts. This is the only module that reads
-private names of torch, accelerate and Lightning, but for one in `cache_client.cursor`.
+so the call stack names the iterator, and the iterator counts. That needs private names of torch,
+accelerate and Lightning. `callers` and `cursor` read one private name of torch each.
 """
 
 from __future__ import annotations
