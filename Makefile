@@ -1,4 +1,5 @@
-# Every target makes the virtual environment it needs. All it takes is Python 3.11 with pip.
+# Each target makes the environments that it needs. You need Python 3.11 with pip. One environment is
+# shared: a target adds the extra of pyproject.toml with its name.
 #
 # A torch without CUDA, which saves gigabytes on a laptop:
 #   make demo PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
@@ -14,7 +15,11 @@ PYTEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 ARGS ?=
 
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed
+# What lies there for each extra that is installed.
+WITH := $(VENV)/.with-
+EXTRAS := demo test frameworks docs check bench
+# Tests start many processes at once, with deadlines: each must find the byte code of its packages.
+COMPILED := test frameworks bench dev
 # Beside the first one, with pins that never meet its own.
 PROTO := $(VENV)-proto
 PROTO_STAMP := $(PROTO)/.installed
@@ -33,63 +38,65 @@ unexport PYTHONDONTWRITEBYTECODE
 help:  ## show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
-demo: $(STAMP)  ## cache a real table on two local nodes and train from it with two ranks
+demo: $(WITH)demo  ## cache a real table on two local nodes and train from it with two ranks
 	$(BIN)/python examples/demo.py $(ARGS)
 
-test: $(STAMP)  ## run the test suite, without the tests of training frameworks
-	$(BIN)/pytest -m "not frameworks" $(PYTEST_ARGS) $(ARGS)
+test: $(WITH)test  ## run the test suite, without the tests of training frameworks
+	$(BIN)/pytest -m "not frameworks and not checkers" $(PYTEST_ARGS) $(ARGS)
 
-test-frameworks: $(STAMP)  ## test inside Accelerate, Transformers, Lightning, DeepSpeed, Ray, Spark, JAX and XGBoost
+test-frameworks: $(WITH)frameworks  ## test inside Accelerate, Transformers, Lightning, DeepSpeed, Ray, Spark, JAX and XGBoost
 	$(BIN)/pytest -m frameworks $(PYTEST_ARGS) $(ARGS) $$(grep -lr pytest.mark.frameworks tests --include='test_*.py')
 
-floor: $(STAMP) $(FLOOR_STAMP)  ## test the client with the lowest versions that pyproject.toml allows
+floor: $(WITH)demo $(FLOOR_STAMP)  ## test the client with the lowest versions that pyproject.toml allows
 	SERVER_PYTHON=$(abspath $(BIN)/python) $(FLOOR)/bin/pytest -m "not unversioned" $(PYTEST_ARGS) $(ARGS) \
 		tests/floor tests/unit/client tests/unit/protocol
 
-e2e: $(STAMP)  ## run TrainJobs on a cluster: KUBECONFIG=FILE or E2E_CONTROL_PLANE=DIR
+e2e: $(WITH)frameworks  ## run TrainJobs on a cluster: KUBECONFIG=FILE or E2E_CONTROL_PLANE=DIR
 	E2E_KUBECONFIG="$(KUBECONFIG)" $(BIN)/pytest tests/e2e $(ARGS)
 
-soak: $(STAMP)  ## check every row while nodes die, freeze, rot and lie; 2 minutes, ARGS="--seed 1"
+soak: $(WITH)test  ## check every row while nodes die, freeze, rot and lie; 2 minutes, ARGS="--seed 1"
 	$(BIN)/python -m tests.soak $(ARGS)
 
-soak-writes: $(STAMP)  ## write tables while 200 writers, nodes and coordinators are killed; ARGS="--seconds 60"
+soak-writes: $(WITH)test  ## write tables while 200 writers, nodes and coordinators are killed; ARGS="--seconds 60"
 	$(BIN)/python -m tests.write_soak $(ARGS)
 
-fuzz: $(STAMP)  ## send a million malformed calls to a node with tokens; 20 minutes, ARGS="--calls 20000 --seed 1"
+fuzz: $(WITH)test  ## send a million malformed calls to a node with tokens; 20 minutes, ARGS="--calls 20000 --seed 1"
 	$(BIN)/python -m tests.fuzz $(ARGS)
 
-soak-queries: $(STAMP)  ## compare 20,000 generated queries with DuckDB; 5 minutes, ARGS="--seed 1"
+soak-queries: $(WITH)test  ## compare 20,000 generated queries with DuckDB; 5 minutes, ARGS="--seed 1"
 	$(BIN)/python -m tests.differential $(ARGS)
 
-damage: $(STAMP)  ## load 20,000 damaged files: no process ends, each is named; ARGS="--seed 1"
+damage: $(WITH)test  ## load 20,000 damaged files: no process ends, each is named; ARGS="--seed 1"
 	$(BIN)/python -m tests.damaged_files $(ARGS)
 
-writers: $(STAMP)  ## compare 200 tables of eight writers with DuckDB; ARGS="--seed 1"
+writers: $(WITH)test  ## compare 200 tables of eight writers with DuckDB; ARGS="--seed 1"
 	$(BIN)/python -m tests.writers $(ARGS)
 
-large: $(STAMP)  ## load and read columns of more than 2 GiB; 10 minutes, 8 GB of memory
+large: $(WITH)test  ## load and read columns of more than 2 GiB; 10 minutes, 8 GB of memory
 	$(BIN)/python -m tests.large_columns $(ARGS)
 
-soak-texts: $(STAMP)  ## load 20,000 damaged files of JSON and CSV; 5 minutes, ARGS="--seed 20000"
+soak-texts: $(WITH)test  ## load 20,000 damaged files of JSON and CSV; 5 minutes, ARGS="--seed 20000"
 	$(BIN)/python -m tests.text_fuzz $(ARGS)
 
-check: $(STAMP) $(PROTO_STAMP)  ## lint, formatting, types, generated code
+check: $(WITH)check $(PROTO_STAMP)  ## lint, formatting, types, generated code
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/pytest -q -m checkers -n 0 tests/unit/project/test_editable_install.py
 	$(PROTO)/bin/python protos/generate.py --check
 
-format: $(STAMP)  ## sort imports and format
+format: $(WITH)check  ## sort imports and format
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
 
-docs: $(STAMP)  ## build the site in build/site; a broken link fails it
+docs: $(WITH)docs  ## build the site in build/site; a broken link fails it
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 images:  ## build the images and try them out, with docker, podman or buildah; ARGS="server"
 	$(PYTHON) runtimes/images/build_images.py $(ARGS)
 
-bench: $(STAMP) $(PEERS_STAMP)  ## measure everything, beside other libraries, and plot it; 40 minutes
+bench: $(WITH)bench $(PEERS_STAMP)  ## measure everything, beside other libraries, and plot it; 40 minutes
 	for name in shuffle load resume mixture; do \
 		$(BIN)/python -m benchmarks.$$name --peers-python $(PEERS)/bin/python || exit 1; done
 	for name in throughput stores size ranks scale views wire lakes access writes refresh accelerators \
@@ -97,7 +104,7 @@ bench: $(STAMP) $(PEERS_STAMP)  ## measure everything, beside other libraries, a
 		$(BIN)/python -m benchmarks.$$name || exit 1; done
 	$(PEERS)/bin/python benchmarks/plot.py
 
-bench-quick: $(STAMP)  ## the same on few rows, without other libraries; 4 minutes
+bench-quick: $(WITH)bench  ## the same on few rows, without other libraries; 4 minutes
 	for name in shuffle load resume mixture throughput stores size ranks scale views wire lakes access writes \
 		refresh accelerators coordinator simulation; do \
 		$(BIN)/python -m benchmarks.$$name --quick || exit 1; done
@@ -105,7 +112,8 @@ bench-quick: $(STAMP)  ## the same on few rows, without other libraries; 4 minut
 proto: $(PROTO_STAMP)  ## regenerate the code under protos/
 	$(PROTO)/bin/python protos/generate.py
 
-venv: $(STAMP)  ## make the virtual environment
+venv: $(WITH)dev  ## make the environment of all targets at once
+	@touch $(addprefix $(WITH),$(EXTRAS))
 
 $(PROTO_STAMP): protos/requirements.txt
 	$(PYTHON) -m venv $(PROTO)
@@ -126,11 +134,15 @@ $(PEERS_STAMP): benchmarks/peers/requirements.txt constraints.txt
 	$(PEERS)/bin/python -m pip install --no-deps -r benchmarks/peers/requirements.txt
 	@touch $@
 
-$(STAMP): pyproject.toml constraints.txt
+$(WITH)%: pyproject.toml constraints.txt | $(VENV)/pyvenv.cfg
+	$(BIN)/python -m pip install $(PIP_ARGS) --no-compile -c constraints.txt -e '.[$*]'
+	@# On all cores; pip uses one. Some packages have files that are no Python 3.
+	$(if $(filter $*,$(COMPILED)),-@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib)
+	@touch $@
+
+$(VENV)/pyvenv.cfg:
 	@test -n "$(PYTHON)" || { echo "no Python 3.11 or newer found; name one: make PYTHON=..." >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt -e '.[dev]'
-	@touch $@
 
 clean:  ## remove the virtual environments and everything built
 	rm -rf $(VENV) $(PROTO) $(FLOOR) $(PEERS) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

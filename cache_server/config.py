@@ -388,5 +388,5 @@ def _problem(error: ErrorDetails) -> str:
     if error["type"] == "extra_forbidden":
         return f"unknown setting {setting}, got {error['input']!r}"
     if error["type"] == "value_error":  # from the validators above, which quote the value
-        return f"{setting} {error['ctx']['error']}"
+        return f"{setting} {error['ctx']['error']}"  # pyright: ignore
     return f"{setting}: {error['msg']}, got {error['input']!r}"

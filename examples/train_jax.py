@@ -94,8 +94,8 @@ def main() -> None:
     )
     assert (dataset.rank, dataset.world_size) == (jax.process_index(), jax.process_count())
     mesh = Mesh(jax.devices(), "rank")
-    by_rank = NamedSharding(mesh, PartitionSpec("rank"))  # type: ignore[no-untyped-call]
-    everywhere = NamedSharding(mesh, PartitionSpec())  # type: ignore[no-untyped-call]
+    by_rank = NamedSharding(mesh, PartitionSpec("rank"))
+    everywhere = NamedSharding(mesh, PartitionSpec())
     one, two = jax.random.split(jax.random.key(0))
     model = {
         "in": jax.random.normal(one, (len(FEATURES), 64)) / 2,

@@ -154,7 +154,7 @@ def train(arguments: argparse.Namespace) -> bool:
     model = nn.Sequential(nn.Linear(len(FEATURES), 64), nn.ReLU(), nn.Linear(64, 1))
     trainer = CacheTrainer(model, options, train_dataset=dataset)
     saved = Path(arguments.output_dir).exists()
-    checkpoint = get_last_checkpoint(arguments.output_dir) if saved else None  # type: ignore[no-untyped-call]
+    checkpoint = get_last_checkpoint(arguments.output_dir) if saved else None
     callback = CacheCallback(trainer, checkpoint, arguments.stop_after_steps)
     trainer.add_callback(callback)
     trainer.train(resume_from_checkpoint=checkpoint)

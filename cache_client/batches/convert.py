@@ -86,7 +86,7 @@ class Converter:
         dtype = None if stack_dtype is None else _number_dtype(stack_dtype)
         _check_stacks(layout, stacks, batch_format, dtype)
         self._layout = layout
-        self._batch_format = batch_format
+        self._batch_format: BatchFormat = batch_format
         views = _views(layout, stacks)
         cast = {
             name
@@ -322,7 +322,7 @@ def _getters(
     stack_of = {column: name for name, columns in stacks.items() for column in columns}
     getters: dict[str, _Getter] = {}
     for column in layout.logical.names:
-        name = stack_of.get(column, column)
+        name = stack_of.get(column, str(column))
         if name in getters:
             continue
         if name in views:

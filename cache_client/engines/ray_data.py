@@ -142,7 +142,7 @@ class CacheDatasource(Datasource):
         token_file: str | os.PathLike[str] | None = None,
         tls_ca: str | os.PathLike[str] | None = None,
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         client = CacheClient(endpoint, token=token, token_file=token_file, tls_ca=tls_ca)
         self._parts = RowParts.of(client, name, None if columns is None else list(columns))
         self._projection_map: dict[str, str] | None = None

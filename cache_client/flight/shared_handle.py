@@ -44,7 +44,7 @@ class SharedHandle:
     def __init__(
         self, value: Any, *, release: Callable[[Any], None], cancel: Callable[[Any], None] | None
     ) -> None:
-        self.value = value
+        self.value: Any = value
         self._cancel = cancel
         self._release = release
         self._lock = threading.Lock()

@@ -118,7 +118,7 @@ class CacheDataset(Dataset[Any]):
         self._credentials = credentials
         self._columns = () if columns is None else tuple(columns)
         self._stack = {name: tuple(names) for name, names in (stack or {}).items()}
-        self._batch_format = batch_format
+        self._batch_format: BatchFormat = batch_format
         self._decode = decode
         self._transform = transform
         self._deadline_s = float(deadline_s)

@@ -47,7 +47,7 @@ class Vocabulary:
 
     def __init__(self, values: Iterable[Any] | pa.Array) -> None:
         try:
-            array = values if isinstance(values, pa.Array) else pa.array(list(values))
+            array: Any = values if isinstance(values, pa.Array) else pa.array(list(values))
         except (pa.ArrowException, TypeError) as error:
             raise ConfigError(f"a vocabulary has values of one type: {error}") from None
         counts = pc.value_counts(array)
@@ -86,7 +86,7 @@ class Vocabulary:
         Raises:
             ConfigError: the values are of another kind; quotes the types and the first value.
         """
-        array = values if isinstance(values, pa.Array) else pa.array(list(values))
+        array: Any = values if isinstance(values, pa.Array) else pa.array(list(values))
         if not array.null_count == len(array) and not comparable(array.type, self.values.type):
             raise ConfigError(
                 f"a vocabulary of {self.values.type} has no codes for {array.type}, got "
@@ -100,7 +100,7 @@ class Vocabulary:
         Raises:
             ConfigError: as `encode`.
         """
-        array = values if isinstance(values, pa.Array) else pa.array(list(values))
+        array: Any = values if isinstance(values, pa.Array) else pa.array(list(values))
         new = array.filter(pa.array(self.encode(array) == 0)).drop_null().unique()
         return Vocabulary([*self.values.to_pylist(), *new.to_pylist()])
 

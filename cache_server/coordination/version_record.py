@@ -254,7 +254,9 @@ class VersionRecord:
     def row_starts(self) -> tuple[int, ...] | None:
         """First row id of each shard, and the total; None until every shard was sealed once."""
         if self._row_starts is None and len(self.sealed) == self.num_shards:
-            self._row_starts = row_starts([self.sealed[i].num_rows for i in range(self.num_shards)])
+            self._row_starts = row_starts(
+                [self.sealed[i].num_rows for i in range(len(self.sealed))]
+            )
         return self._row_starts
 
     def sealed_sums(self) -> SealedSums:
@@ -372,7 +374,7 @@ class VersionRecord:
         """
         what, shards = "run the whole query", self.pinned.shards
         if shards is not None:
-            indices = sorted(index for index in ends if index is not WHOLE_QUERY)
+            indices = sorted(index for index in ends if index is not WHOLE_QUERY)  # pyright: ignore
             read = [split for index in indices for split in shards[index].splits]
             more = f" and {len(read) - _MOST_NAMED} more" if len(read) > _MOST_NAMED else ""
             what = f"load {' or '.join(map(str, read[:_MOST_NAMED]))}{more}"

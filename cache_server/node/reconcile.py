@@ -233,9 +233,8 @@ def _forgotten(wanted: DesiredVersion, version: ActualVersion) -> frozenset[int 
         index for index in (*version.failures, *version.waits) if not _is_wanted(wanted, index)
     }
     if version.may_copy_again:
-        for index in version.failures:
-            if index is not WHOLE_QUERY and index in wanted.shards and wanted.shards[index].copy:
-                forgotten.add(index)
+        copies = {index for index, shard in wanted.shards.items() if shard.copy}
+        forgotten |= copies & version.failures.keys()
     return frozenset(forgotten)
 
 

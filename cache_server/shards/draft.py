@@ -173,7 +173,7 @@ class _Sink:
 
     def write(self, data: pa.Buffer | bytes) -> int:
         if isinstance(data, pa.Buffer):
-            self.places[data.address] = self.position
+            self.places[data.address] = self.position  # pyright: ignore
         if self._write is not None and not self._lies_here(data):
             self._write(data, self.position)
         self.position += len(data)
@@ -183,7 +183,7 @@ class _Sink:
         return (
             self._start > 0
             and isinstance(data, pa.Buffer)
-            and data.address == self._start + self.position
+            and data.address == self._start + self.position  # pyright: ignore
         )
 
     def tell(self) -> int:

@@ -255,7 +255,7 @@ def _constant(expression: Expr) -> object:
     """The value of a literal, without its casts; None of another expression."""
     *_, inner = _uncast(expression)
     value = inner.python_value() if inner.variant_name() == "Literal" else None
-    return value.as_py() if isinstance(value, pa.Scalar) else value
+    return value.as_py() if isinstance(value, pa.Scalar) else value  # pyright: ignore
 
 
 def _is_constant(expression: Expr) -> bool:

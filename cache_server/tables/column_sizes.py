@@ -118,7 +118,7 @@ def _leaf_bytes(
 def _count_nulls(chunk: pq.ColumnChunkMetaData) -> int:
     statistics = chunk.statistics
     known = statistics is not None and statistics.has_null_count
-    return int(statistics.null_count) if known else 0
+    return int(statistics.null_count) if known else 0  # pyright: ignore
 
 
 def _offset_bytes(dtype: pa.DataType) -> int:

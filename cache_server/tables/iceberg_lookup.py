@@ -138,8 +138,9 @@ def _explained(file: Callable[[], InputFile] | None = None) -> Iterator[None]:
             raise
         first = found.errors(include_url=False, include_input=False)[0]
         if first["type"] == "union_tag_invalid":
+            tag = first["ctx"]["tag"]  # pyright: ignore[reportTypedDictNotRequiredAccess]
             raise ValueError(
-                f"it is of format version {first['ctx']['tag']}; those that are read are 1 to 3"
+                f"it is of format version {tag}; those that are read are 1 to 3"
             ) from None
         if first["type"] == "union_tag_not_found":
             raise ValueError("its metadata does not say which format version it is of") from None

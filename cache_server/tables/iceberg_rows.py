@@ -106,11 +106,11 @@ class _Projection(ArrowProjectionVisitor):
         values = self._cast_if_needed(list_type.element_field, value_array)
         field = self._construct_field(list_type.element_field, values.type)
         is_large = isinstance(list_array, pa.LargeListArray)
-        return type(list_array).from_arrays(
+        return type(list_array).from_arrays(  # pyright: ignore[reportAttributeAccessIssue]
             _offsets(list_array),
             values,
             type=pa.large_list(field) if is_large else pa.list_(field),
-            mask=list_array.is_null(),
+            mask=list_array.is_null(),  # pyright: ignore[reportOptionalMemberAccess]
         )
 
     def map(

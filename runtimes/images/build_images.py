@@ -25,7 +25,7 @@ from try_server import SmokeError, try_server
 
 ROOT = Path(__file__).resolve().parents[2]
 REPOSITORY = "ghcr.io/trainer-data-cache"
-VERSION = "0.1.0"
+VERSION = "0.2.0"
 # Those that can run what they build come first.
 BUILDERS = ("docker", "podman", "buildah")
 BUILD_TIMEOUT_S = 3600.0

@@ -471,6 +471,7 @@ def test_an_example_of_the_guide_runs_as_it_stands_on_the_device_that_is_here(
     assert run_block(block)
 
 
+@pytest.mark.frameworks
 def test_the_example_of_the_guide_with_grain_runs_as_it_stands(
     run_block: Callable[[str], list[Any]],
 ) -> None:

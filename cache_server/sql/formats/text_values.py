@@ -86,7 +86,7 @@ def read_column(texts: pa.Array, dtype: pa.DataType) -> pa.Array:
         try:
             values.append(None if text is None else read_value(text, dtype))
         except (ValueError, ArithmeticError):
-            raise MisfitError(index, text) from None
+            raise MisfitError(index, text) from None  # pyright: ignore[reportArgumentType]
     return pa.array(values, dtype)
 
 

@@ -240,7 +240,7 @@ def _as_array(values: npt.NDArray[np.generic]) -> pa.Array:
     while isinstance(owner, np.ndarray):
         owner = owner.base
     if isinstance(owner, pa.Buffer) and values.nbytes:
-        buffer = owner.slice(values.ctypes.data - owner.address, values.nbytes)
+        buffer = owner.slice(values.ctypes.data - owner.address, values.nbytes)  # pyright: ignore
     else:
         buffer = pa.py_buffer(values)
     return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [None, buffer])

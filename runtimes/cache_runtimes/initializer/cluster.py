@@ -313,9 +313,9 @@ def _of_train_jobs(read: Callable[..., Any]) -> Callable[..., Any]:
 
 def _is_transient(error: BaseException) -> bool:
     if isinstance(error, ApiException):
-        if error.status == _REFUSED_BY_ADMISSION and may_pass(_message(error)):
+        if error.status == _REFUSED_BY_ADMISSION and may_pass(_message(error)):  # pyright: ignore
             return True
-        return error.status in _TRANSIENT
+        return error.status in _TRANSIENT  # pyright: ignore[reportAttributeAccessIssue]
     return isinstance(error, HTTPError)
 
 

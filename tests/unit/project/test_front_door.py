@@ -72,11 +72,6 @@ def test_the_files_that_contributing_names_are_there() -> None:
 # -- continuous integration ------------------------------------------------------------------------
 
 
-def test_the_workflow_is_one_that_github_accepts() -> None:
-    for schema in ("vendor.github-workflows", "custom.github-workflows-require-timeout"):
-        run("check_jsonschema", "--builtin-schema", schema, str(WORKFLOW))
-
-
 def test_the_workflow_has_least_rights_and_pinned_majors_and_calls_targets_that_exist() -> None:
     workflow = yaml.safe_load(WORKFLOW.read_text("utf-8"))
     jobs: dict[str, Any] = workflow["jobs"]

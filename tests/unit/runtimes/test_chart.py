@@ -181,12 +181,12 @@ def test_images_and_pull_secrets_reach_every_pod() -> None:
     )
     found = [pod for thing in built.values() for _, pod in pods(thing)]
     assert {each["image"] for pod in found for each in containers(pod)} == {
-        f"{mirror}/server:0.1.0",
-        f"{mirror}/server-full:0.1.0",
-        f"{mirror}/trainer:0.1.0",
+        f"{mirror}/server:0.2.0",
+        f"{mirror}/server-full:0.2.0",
+        f"{mirror}/trainer:0.2.0",
     }
     assert all(pod["spec"]["imagePullSecrets"] == [{"name": "mirror"}] for pod in found)
-    assert yaml.safe_dump_all(built.values()).count(f"value: {mirror}/server-full:0.1.0") == 1
+    assert yaml.safe_dump_all(built.values()).count(f"value: {mirror}/server-full:0.2.0") == 1
 
 
 def test_one_value_is_the_registry_of_every_image() -> None:

@@ -22,7 +22,7 @@ ROOT = MANIFESTS.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 # A pin of a Debian package breaks the build as soon as Debian has a newer one.
 ALLOWED_IGNORES = {"DL3008"}
-VERSION_OF_GPUS = "0.1.0-cuda"  # of components/gpu
+VERSION_OF_GPUS = "0.2.0-cuda"  # of components/gpu
 BUILT_FROM = {
     *("LICENSE", "README.md", "pyproject.toml"),
     *("cache_client", "cache_server", "protos", "runtimes"),
@@ -172,17 +172,17 @@ BACKEND = """
 import zipfile
 
 FILES = {
-    "METADATA": "Metadata-Version: 2.1\\nName: trainer-data-cache\\nVersion: 0.1.0\\n",
+    "METADATA": "Metadata-Version: 2.1\\nName: trainer-data-cache\\nVersion: 0.2.0\\n",
     "WHEEL": "Wheel-Version: 1.0\\nRoot-Is-Purelib: true\\nTag: py3-none-any\\n",
     "RECORD": "",
 }
 
 
 def build_wheel(directory, config_settings=None, metadata_directory=None):
-    name = "trainer_data_cache-0.1.0-py3-none-any.whl"
+    name = "trainer_data_cache-0.2.0-py3-none-any.whl"
     with zipfile.ZipFile(f"{directory}/{name}", "w") as wheel:
         for path, text in FILES.items():
-            wheel.writestr(f"trainer_data_cache-0.1.0.dist-info/{path}", text)
+            wheel.writestr(f"trainer_data_cache-0.2.0.dist-info/{path}", text)
     return name
 """
 
@@ -208,7 +208,7 @@ def test_the_page_saves_the_wheel_of_the_project_where_it_installs_from(tmp_path
     )
     (folder,) = re.findall(r"--find-links (\S+)", install)
     assert [path.name for path in (tmp_path / folder).iterdir()] == [
-        "trainer_data_cache-0.1.0-py3-none-any.whl"
+        "trainer_data_cache-0.2.0-py3-none-any.whl"
     ]
 
 

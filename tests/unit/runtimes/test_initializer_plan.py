@@ -38,7 +38,7 @@ ROLE = "arn:aws:iam::123456789012:role/trainer"
 ENVIRON = {
     "TRAIN_JOB_NAME": "train-1",
     "POD_NAMESPACE": "team-a",
-    "CACHE_IMAGE": "ghcr.io/trainer-data-cache/server:0.1.0",
+    "CACHE_IMAGE": "ghcr.io/trainer-data-cache/server:0.2.0",
     "STORAGE_URI": "s3://bucket/tpch/lineitem/",
 }
 TRAIN_JOB: Json = {

@@ -66,7 +66,7 @@ def _schema_of_job_set(jobset: Json) -> Iterator[Refusal]:
         for index, container in enumerate(pod.get("containers") or ()):
             ports = [
                 (port["containerPort"], port.get("protocol", "TCP"))
-                for port in container.get("ports") or ()
+                for port in container.get("ports") or ()  # pyright: ignore
             ]
             if len({*ports}) < len(ports):
                 yield Refusal(

@@ -67,6 +67,7 @@ print("done")
 """
 
 
+@pytest.mark.frameworks
 def test_a_jax_batch_shares_memory_and_refuses_what_32_bits_cannot_hold(tmp_path: Path) -> None:
     """In another process: JAX starts threads, which forks of later tests would not survive."""
     program = tmp_path / "program.py"

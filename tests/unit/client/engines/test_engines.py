@@ -81,6 +81,7 @@ STORED = [
 ]
 
 
+@pytest.mark.frameworks
 def test_spark_has_a_type_for_all_stored_columns() -> None:
     pytest.importorskip("pyspark")
     from cache_client.engines import spark_source
