@@ -28,6 +28,7 @@ from cache_protocol.storage.shard_files import (
     MANIFEST,
     MAPS_PER_SHARD,
     NODE_ID_FILE,
+    DamagedShardError,
     MappedShard,
     SealedShard,
     Selection,
@@ -105,25 +106,35 @@ class LocalShards:
         shard_of = self._index.find(row_ids)
         self._check_unchanged(shard_of)
         table, selection = self._mapped_shards(shard_of)
-        return table.gather(row_ids, shard_of, selection)
+        try:
+            return table.gather(row_ids, shard_of, selection)
+        except DamagedShardError as error:
+            raise self._lost(error.shard, str(error)) from None
 
     def _check_unchanged(self, shard_of: Indices) -> None:
         """Gives up files of these shards that were changed in place; looks every 50 ms at most."""
         now = time.monotonic()
         if now < self._look_at:
             return
-        lost = None
         with self._lock:
             self._look_at = now + _LOOK_EVERY_S
-            for shard in np.flatnonzero(np.bincount(shard_of)).tolist():
-                mapped = self._mapped.get(shard)
-                if mapped is not None and not mapped.is_unchanged():
-                    lost = mapped.path
-                    logger.warning("shard file changed path=%s: read over Flight", lost)
-                    del self._files[shard], self._mapped[shard]
-                    self._is_mapped[shard] = False
-        if lost is not None:
-            raise ShardFileLostError(f"{lost} was changed while it was mapped")
+            touched = [*map(self._mapped.get, np.flatnonzero(np.bincount(shard_of)).tolist())]
+        lost = [
+            self._lost(mapped, f"{mapped.path} was changed while it was mapped")
+            for mapped in touched
+            if mapped is not None and not mapped.is_unchanged()
+        ]
+        if lost:
+            raise lost[0]
+
+    def _lost(self, mapped: MappedShard, reason: str) -> ShardFileLostError:
+        """Gives up a file that is mapped; its rows are read over Flight from now on."""
+        with self._lock:
+            for shard in [number for number, each in self._mapped.items() if each is mapped]:
+                logger.warning("shard file given up: %s", reason)
+                del self._files[shard], self._mapped[shard]
+                self._is_mapped[shard] = False
+        return ShardFileLostError(reason)
 
     def _mapped_shards(self, shard_of: Indices) -> tuple[MappedTable, Selection]:
         """Maps these shards, if they are not mapped yet."""
@@ -173,11 +184,17 @@ class LocalShards:
 
 
 def _map_file(sealed: SealedShard, path: Path) -> MappedShard:
-    """Maps a file of this machine, and checks its owner and time.
+    """Maps a file of this machine, and checks its digests, its owner and its time.
 
     Raises:
-        ValueError: they are not those of a file that its node sealed.
+        ValueError: they are not those of a file that its node sealed, or its manifest has no
+            digests.
     """
+    digests = sealed.digests
+    if checksum(digests) != sealed.checksum or len(digests) != DIGEST_BYTES * num_pieces(
+        sealed.num_bytes
+    ):
+        raise ValueError("its manifest has other digests")
     mapped = MappedShard(sealed, path)
     file, manifest = path.stat(), path.with_name(MANIFEST).stat()
     if file.st_uid != manifest.st_uid or file.st_mtime_ns > manifest.st_mtime_ns:
@@ -189,11 +206,9 @@ def _check_bytes(mapped: MappedShard) -> None:
     """Checks a sample of the bytes of a file.
 
     Raises:
-        ValueError: they are not as its node sealed them, or its manifest has no digests.
+        ValueError: they are not as its node sealed them.
     """
     sealed, count = mapped.sealed, num_pieces(mapped.sealed.num_bytes)
-    if checksum(sealed.digests) != sealed.checksum or len(sealed.digests) != count * DIGEST_BYTES:
-        raise ValueError("its manifest has other digests")
     few = count <= _SAMPLED_PIECES
     for number in range(min(count, _SAMPLED_PIECES)):
         index = number if few else secrets.randbelow(count)

@@ -15,6 +15,7 @@ import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import astuple, replace
+from functools import partial
 from typing import Protocol
 
 import pyarrow as pa
@@ -298,6 +299,7 @@ class Node:
                 plan.layout,
                 (max(shards, default=0) + 1) * ROWS_OF_A_SHARD,
                 {index * ROWS_OF_A_SHARD: shard for index, shard in shards.items()},
+                partial(self.drop_damaged, plan.key),
             )
         return state.sealed_rows
 
@@ -580,7 +582,8 @@ class Node:
             for index, start in row_starts.items()
             if sealed[index].sealed.num_rows
         }
-        rows = ResidentRows(key, desired.plan.layout, desired.num_rows, shards)
+        damaged = partial(self.drop_damaged, key)
+        rows = ResidentRows(key, desired.plan.layout, desired.num_rows, shards, damaged)
         with self._lock:
             self._states[key].rows, self._states[key].row_starts = rows, row_starts
 

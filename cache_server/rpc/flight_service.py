@@ -434,8 +434,15 @@ def _parse(message: type[_M], data: bytes, what: str) -> _M:
 
 
 def _received(call: Call, reader: flight.MetadataRecordBatchReader) -> Iterator[PutMessage]:
+    """The messages of a writer.
+
+    Raises:
+        RequestError: the buffers of one do not fit each other, which would end this process.
+    """
     for chunk in reader:
         call.still_allowed()
+        if chunk.data is not None:
+            _check_buffers(chunk.data, RequestError, "the rows are no valid Arrow batch")
         yield PutMessage(chunk.data, bytes(chunk.app_metadata or b""))
 
 
@@ -465,11 +472,24 @@ def _messages(reader: flight.MetadataRecordBatchReader) -> Iterator[Any]:
         raise InvalidRowsError(f"the request is no Arrow stream: {error}") from None
 
 
+def _check_buffers(batch: pa.RecordBatch, kind: type[RequestError], what: str) -> None:
+    """Checks sizes, offsets and texts of a received batch: Arrow trusts them.
+
+    Raises:
+        RequestError: one is wrong; of this kind.
+    """
+    try:
+        batch.validate(full=True)
+    except pa.ArrowException as error:
+        raise kind(f"{what}: {error}") from None
+
+
 def _row_ids(batch: pa.RecordBatch | None) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     if batch is None:
         raise _bad_row_ids("no data")
     if not batch.schema.equals(_REQUEST_SCHEMA):
         raise _bad_row_ids(str(batch.schema).replace("\n", ", "))
+    _check_buffers(batch, InvalidRowsError, "the row ids are no valid Arrow batch")
     if batch.num_rows > MAX_ROW_IDS:
         raise InvalidRowsError(f"a request has at most {MAX_ROW_IDS} row ids, got {batch.num_rows}")
     if nulls := batch.column(0).null_count:

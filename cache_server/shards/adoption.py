@@ -119,4 +119,5 @@ def _map_sound(path: Path, sealed: SealedShard) -> MappedShard:
     shard = MappedShard(replace(sealed, digests=digests), path)
     if shard.batch.num_rows != sealed.num_rows:
         raise ValueError(f"{shard.batch.num_rows} rows instead of {sealed.num_rows}")
+    shard.check_all()
     return shard

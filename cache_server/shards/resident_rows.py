@@ -6,17 +6,29 @@ Only reads, from an immutable snapshot; `store` owns the files.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import islice
 
 import numpy as np
 import pyarrow as pa
 
-from cache_protocol.errors import InvalidRowsError, NodeUnavailableError, NotReadyError
+from cache_protocol.errors import (
+    InvalidRowsError,
+    NodeUnavailableError,
+    NotReadyError,
+    RequestError,
+)
 from cache_protocol.storage.layout import Layout, from_matrix, nest
 from cache_protocol.storage.mapped_table import MappedTable
 from cache_protocol.storage.row_index import Ids, Indices, RowIndex, RowRuns
-from cache_protocol.storage.shard_files import MappedShard, Selection, are_consecutive, empty_batch
+from cache_protocol.storage.shard_files import (
+    DamagedShardError,
+    MappedShard,
+    Selection,
+    are_consecutive,
+    empty_batch,
+)
 from cache_server.shards.sql_types import sql_column, sql_schema
 from cache_server.shards.version_key import VersionKey
 
@@ -25,6 +37,22 @@ _MOST_SIZED = 64  # shards whose values are measured for a mean
 _FEW_RUNS = 8  # in a message: fewer are sent alone
 _MOST_COPIED = 1 << 20  # rows of runs, for their row ids take memory, too
 _ROWS_PER_SHARD = 64  # of plain columns, gathered at once; a message may have fewer
+
+
+def _check_text(name: str, array: pa.Array) -> None:
+    """Checks that the strings of a column are UTF-8.
+
+    Raises:
+        RequestError: one is not.
+    """
+    try:
+        array.validate(full=True)
+    except pa.ArrowInvalid as error:
+        raise RequestError(
+            f"column {name!r} holds no valid UTF-8 ({error}): cast it to binary in the sql of the "
+            "load; if its source is valid, its shard is damaged and is made again when it is "
+            "scrubbed"
+        ) from None
 
 
 def runs_of_rows(
@@ -56,10 +84,17 @@ class ResidentRows:
         layout: of the stored batches.
         num_rows: of the whole version.
         shards: each with its first row id.
+        on_damage: called with a shard whose offsets of strings or lists lie outside of their
+            columns. Nothing is read by them.
     """
 
     def __init__(
-        self, key: VersionKey, layout: Layout, num_rows: int, shards: Mapping[int, MappedShard]
+        self,
+        key: VersionKey,
+        layout: Layout,
+        num_rows: int,
+        shards: Mapping[int, MappedShard],
+        on_damage: Callable[[MappedShard], object] = lambda shard: None,
     ) -> None:
         self.key = key
         self.layout = layout
@@ -72,6 +107,7 @@ class ResidentRows:
         self._whole = int((self._stops - self._starts).sum()) == num_rows
         self._lock = threading.Lock()
         self._mapped_table: MappedTable | None = None
+        self._on_damage = on_damage
 
     def gather(
         self, row_ids: Ids, selection: Selection, rows_per_message: int = 0
@@ -85,7 +121,8 @@ class ResidentRows:
 
         Raises:
             InvalidRowsError: for an id outside the dataset; before the first batch.
-            NotReadyError: for an id of a shard that this node does not hold; likewise.
+            NotReadyError: for an id of a shard that this node does not hold; likewise. Or a shard
+                was found to be damaged.
             NodeUnavailableError: the shards cannot be mapped.
         """
         if not len(row_ids):
@@ -107,19 +144,25 @@ class ResidentRows:
             block = -(-max(step, _ROWS_PER_SHARD * len(self._shards)) // step) * step
         for at in range(0, len(row_ids), block):
             stop = at + block
-            batch = table.gather(row_ids[at:stop], shard_of[at:stop], selection)
+            with self._damage_reported():
+                batch = table.gather(row_ids[at:stop], shard_of[at:stop], selection)
             for start in range(0, batch.num_rows, step):
                 yield batch.slice(start, step)
 
     def mean_row_bytes(self, selection: Selection) -> int:
-        """About the bytes of a row of the selection: the mean over some shards that are here."""
+        """About the bytes of a row of the selection: the mean over some shards that are here.
+
+        Raises:
+            NotReadyError: a shard is damaged.
+        """
         picked = zip(selection.layout.columns, selection.picks, strict=True)
         plain = [index for column, (index, _) in picked if column.kind == "plain"]
         fixed = selection.layout.fixed_row_bytes
         shards = self._shards[:: -(-len(self._shards) // _MOST_SIZED) or 1]
         if not plain or not shards:
             return fixed
-        size = sum(shard.batch.column(index).nbytes for shard in shards for index in plain)
+        with self._damage_reported():
+            size = sum(shard.plain_bytes(index) for shard in shards for index in plain)
         return int(fixed + -(-size // sum(shard.sealed.num_rows for shard in shards)))
 
     def check_range(self, start: int, stop: int) -> None:
@@ -190,7 +233,7 @@ class ResidentRows:
             shard = self._shard_at(at)
             offset = at - int(self._starts[shard])
             rows = min(stop, int(self._stops[shard])) - at
-            columns = [self._shards[shard].batch.column(i).slice(offset, rows) for i in plain]
+            columns = [self._plain(self._shards[shard], i, offset, rows) for i in plain]
             for first, last in runs_of_rows(columns, rows, fixed, message_bytes):
                 yield self._slice(self._shards[shard], offset + first, last - first, selection)
             at += rows
@@ -206,7 +249,9 @@ class ResidentRows:
             lot_bytes: about the most of one batch.
 
         Raises:
-            InvalidRowsError, NotReadyError: as for `shard_range`.
+            InvalidRowsError, NotReadyError: as for `shard_range`. NotReadyError also if the shard
+                is damaged.
+            RequestError: a string is no UTF-8, which DataFusion trusts.
         """
         first, _ = self.shard_range(start, stop)
         stored = self._shards[self._shard_at(start)]
@@ -214,7 +259,7 @@ class ResidentRows:
         places = [self.layout.place(name) for name in columns]
         packed = [column.kind == "packed" for column in self.layout.columns]
         plain = [
-            stored.batch.column(index).slice(start - first, stop - start)
+            self._plain(stored, index, start - first, stop - start)
             for index, _ in places
             if not packed[index]
         ]
@@ -227,10 +272,36 @@ class ResidentRows:
                     matrix = stored.matrices[index][at : at + high - low]
                     array = pa.array(np.ascontiguousarray(matrix[:, position]))
                 else:
-                    array = stored.batch.column(index).slice(at, high - low)
+                    array = self._plain(stored, index, at, high - low)
+                    _check_text(field.name, array)
                     array = array if index not in stored.matrices else nest(array, field.type)
                 arrays.append(sql_column(array, field.type))
             yield pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+    def _plain(self, shard: MappedShard, index: int, offset: int, rows: int) -> pa.Array:
+        """Consecutive rows of a column that is stored alone, whose offsets may be followed.
+
+        Raises:
+            NotReadyError: the shard is damaged.
+        """
+        with self._damage_reported():
+            shard.check_run(index, offset, offset + rows)
+        return shard.batch.column(index).slice(offset, rows)
+
+    @contextmanager
+    def _damage_reported(self) -> Iterator[None]:
+        """Reports a damaged shard, and asks readers to come back or to go to a replica.
+
+        Raises:
+            NotReadyError: the shard is damaged.
+        """
+        try:
+            yield
+        except DamagedShardError as error:
+            self._on_damage(error.shard)
+            raise NotReadyError(
+                f"shard {error.shard.sealed.index} of {self.key.dataset!r} is made again: {error}"
+            ) from None
 
     def _check_bounds(self, low: int, high: int) -> None:
         if low < 0 or high >= self.num_rows:
@@ -280,7 +351,7 @@ class ResidentRows:
         arrays: list[pa.Array] = []
         for pick, (index, positions) in enumerate(selection.picks):
             if positions is None:
-                arrays.append(shard.batch.column(index).slice(offset, rows))
+                arrays.append(self._plain(shard, index, offset, rows))
             else:
                 part = shard.matrices[index][offset : offset + rows]
                 field = selection.layout.columns[pick].field

@@ -343,12 +343,19 @@ class ShardStore:
             os.replace(temporary, final)
             fsync(directory)
             shard = mapped(sealed, final)
+            if size:  # else its offsets were checked under its other name
+                shard.check_all()
             with self._manifests:
                 manifest.add(directory / MANIFEST, sealed)
                 self._add(key, shard, temporary)
         except OSError as error:
             remove_file(final)
             raise _cannot_write(key, index, size, directory, error) from None
+        except (ValueError, pa.ArrowException) as error:
+            remove_file(final)
+            raise NodeUnavailableError(
+                f"shard {index} of {key.dataset!r} cannot be read as it was sealed: {error}"
+            ) from None
         finally:
             remove_file(temporary)
             self._release(temporary)

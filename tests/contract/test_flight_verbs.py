@@ -940,3 +940,42 @@ def test_a_put_without_a_write_is_refused_without_a_traceback(served: Served) ->
     assert type(error) is InvalidTicketError
     assert "BeginWrite" in str(error)
     assert served.serves()
+
+
+# Arrow trusts the offsets of a message, so the first two would end the node.
+BROKEN_TEXTS = {
+    "offsets behind the text": ([0, 2**30, 2], b"xy"),
+    "offsets that descend": ([0, -(2**20), 2], b"xy"),
+    "no text": ([0, 1, 2], b"\xff\xff"),
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN_TEXTS)
+def test_rows_of_a_writer_whose_texts_are_broken_are_refused_by_name(
+    served: Served, dataset_name: str, broken: str
+) -> None:
+    wrong, text = BROKEN_TEXTS[broken]
+    offsets = np.array([0, 1, 2], np.int32)
+    texts = pa.StringArray.from_buffers(2, pa.py_buffer(offsets), pa.py_buffer(text))
+    offsets[:] = wrong  # Arrow has looked at the right ones
+    batch = pa.record_batch({"value": texts})
+    write = CacheClient(served.cluster.endpoint).begin_write(dataset_name, batch.schema)
+    request = pb.PutRequest(dataset=dataset_name, write_id=write.write_id)
+
+    def put() -> None:
+        writer, reader = served.flight.do_put(
+            command(request.SerializeToString()), batch.schema, TIMEOUT
+        )
+        with suppress(flight.FlightError):
+            shard = pb.PutShard(num_rows=2).SerializeToString()
+            writer.write_with_metadata(batch, pa.py_buffer(shard))
+            writer.write_metadata(pb.PutEnd(num_rows=2).SerializeToString())
+            writer.done_writing()
+        reader.read()
+        writer.close()
+
+    error = refused(put)
+
+    assert type(error) is RequestError
+    assert "no valid Arrow batch" in str(error)
+    assert served.serves()

@@ -6,13 +6,14 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 
 from cache_client import CacheClient, CacheIterableDataset, DatasetSpec
 from cache_protocol.storage.shard_files import MANIFEST, read_manifest, shard_file_name
 from cache_server.local import LocalNode
 from cache_server.shards.checksums import file_checksum
-from tests.conftest import write_numbered
+from tests.conftest import numbered_table, write_numbered
 from tests.waiting import wait_until
 
 WAIT_S = 30.0
@@ -94,6 +95,53 @@ def test_flipped_and_cut_files_are_repaired_from_a_replica_or_the_source(
     for node in nodes:
         assert node.exit_code is None and "shard damaged dataset=t" in node.log_tail(10**6)
     assert client.describe("t").state == "ready"
+
+
+def flip_offsets(path: Path) -> None:
+    """Flips a high bit in several offsets of the strings of a shard, as a bad disk does."""
+    before, table = path.stat(), pa.ipc.open_file(pa.memory_map(str(path))).get_batch(0)
+    data = bytearray(path.read_bytes())
+    offsets = table.column(table.schema.get_field_index("text")).buffers()[1].to_pybytes()
+    start = data.index(offsets)
+    path.chmod(0o644)
+    with path.open("r+b") as file:
+        for row in (1, 7, table.num_rows // 2):
+            file.seek(start + 4 * row + 3)
+            file.write(bytes([data[start + 4 * row + 3] ^ 0x40]))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+@pytest.mark.parametrize("replicas", [2, 1])
+def test_offsets_that_flip_in_place_end_no_process_and_are_repaired(
+    nodes: list[LocalNode], tmp_path: Path, replicas: int
+) -> None:
+    source = write_numbered(tmp_path / "source", ROWS, files=4)
+    client = CacheClient(nodes[0].endpoint)
+    wait_until(lambda: len(client.nodes()) == 2, WAIT_S, "both nodes")
+    info = client.load(DatasetSpec("t", source, target_shard_bytes=1, replicas=replicas))
+    expected = numbered_table(ROWS).column("text").to_pylist()
+
+    def rows(*, local: bool, shuffle: bool) -> list[tuple[int, str]]:
+        dataset = CacheIterableDataset(
+            "t", batch_size=100, endpoint=nodes[0].endpoint, columns=["row", "text"], local=local,
+            shuffle=shuffle, deadline_s=WAIT_S,
+        )  # fmt: skip
+        return sorted(
+            pair
+            for batch in dataset
+            for pair in zip(batch["row"].tolist(), batch["text"], strict=True)
+        )
+
+    for local, shuffle in ((False, True), (False, False), (True, True)):
+        found = [
+            sorted((node.cache_dir / "t" / info.fingerprint).glob("shard-*.arrow"))
+            for node in nodes
+        ]
+        for path in found[0][:2]:
+            flip_offsets(path)
+        assert rows(local=local, shuffle=shuffle) == [*enumerate(expected)]
+        assert [node.exit_code for node in nodes] == [None, None]
+    assert "shard damaged dataset=t" in nodes[0].log_tail(10**6)
 
 
 def test_a_local_reader_leaves_a_file_that_changes_while_it_is_mapped(

@@ -184,6 +184,8 @@ def equal_lists(array: pa.Array) -> Matrix | None:
     start, width = int(offsets[0]), int(offsets[1] - offsets[0])
     if not width or not (np.diff(offsets) == width).all():
         return None
+    if start < 0 or width < 0 or start + width * len(array) > len(array.values):
+        return None  # damaged
     values = array.values.slice(start, width * len(array))
     if values.null_count:
         return None

@@ -24,6 +24,7 @@ import xxhash
 
 from cache_protocol.storage import piece_digests
 from cache_protocol.storage.layout import Layout, Matrix, as_matrix, equal_lists, pool_matrix
+from cache_protocol.storage.offsets import Level, levels_of, rows_are_sound, run_is_sound
 from cache_protocol.storage.row_index import Ids
 from cache_protocol.storage.virtual_memory import MappedFile
 
@@ -54,6 +55,20 @@ class SealedShard:
 
 
 MAPS_PER_SHARD = 2  # of a `MappedShard`
+_MAGIC_BYTES = 8  # at the beginning of an Arrow file, padded
+_END_BYTES = 10  # of an Arrow file: the length of the footer, and the magic bytes
+
+
+class DamagedShardError(ValueError):
+    """The bytes of a mapped shard are not as they were sealed.
+
+    Attributes:
+        shard: the damaged one.
+    """
+
+    def __init__(self, shard: MappedShard, reason: str) -> None:
+        super().__init__(f"{shard.path} is damaged: {reason}")
+        self.shard = shard
 
 
 class MappedShard:
@@ -73,7 +88,8 @@ class MappedShard:
 
     Raises:
         OSError: there is no such file, or it cannot be mapped.
-        ValueError, pa.ArrowException: it has no stored batch.
+        ValueError, pa.ArrowException: it has no stored batch, or its messages are damaged. Arrow
+            reads them only if their digests, where these are known, are right.
     """
 
     def __init__(self, sealed: SealedShard, path: Path) -> None:
@@ -84,7 +100,9 @@ class MappedShard:
             self._stamp = _stamp(os.fstat(file.fileno()))
             self._bytes = file.read_buffer(self.file.size)
             address: int = self._bytes.address
+            self._check_messages()
             self.batch: pa.RecordBatch = pa.ipc.open_file(file).get_batch(0)
+        self.batch.validate()  # the sizes of all buffers
         self.layout = Layout.of_stored(self.batch.schema)
         self.matrices: dict[int, Matrix] = {
             index: as_matrix(self.batch.column(index))
@@ -92,6 +110,12 @@ class MappedShard:
             if column.kind != "plain"
         }
         self._equal_lists: dict[int, Matrix | None] = {}
+        self._plain_bytes: dict[int, int] = {}
+        self._levels: dict[int, tuple[Level, ...]] = {
+            index: levels_of(self.batch.column(index))
+            for index, column in enumerate(self.layout.columns)
+            if column.kind == "plain"
+        }
         self._offsets = {
             index: int(matrix.ctypes.data) - address for index, matrix in self.matrices.items()
         }
@@ -127,6 +151,71 @@ class MappedShard:
         if index not in self._equal_lists:
             self._equal_lists[index] = equal_lists(self.batch.column(index))
         return self._equal_lists[index]
+
+    def levels(self, index: int) -> tuple[Level, ...]:
+        """The offsets of plain column ``index``, see `offsets`."""
+        return self._levels[index]
+
+    def plain_bytes(self, index: int) -> int:
+        """About the bytes of plain column ``index``; the first call looks at its offsets."""
+        if index not in self._plain_bytes:
+            self.check_run(index, 0, self.batch.num_rows)
+            self._plain_bytes[index] = self.batch.column(index).nbytes
+        return self._plain_bytes[index]
+
+    def check_run(self, index: int, start: int, stop: int) -> None:
+        """Checks the offsets of consecutive rows of column ``index``, if it is a plain one.
+
+        Raises:
+            DamagedShardError: one lies outside of its column.
+        """
+        if not run_is_sound(self._levels.get(index, ()), start, stop):
+            raise self._damaged_column(index)
+
+    def check_rows(self, index: int, rows: Ids | slice) -> None:
+        """Checks the offsets of some rows of column ``index``, as `check_run`."""
+        if isinstance(rows, slice):
+            self.check_run(index, rows.start, rows.stop)
+        elif not rows_are_sound(self._levels.get(index, ()), rows):
+            raise self._damaged_column(index)
+
+    def check_all(self) -> None:
+        """Checks all offsets, as `check_run`."""
+        for index in self._levels:
+            self.check_run(index, 0, self.batch.num_rows)
+
+    def _damaged_column(self, index: int) -> DamagedShardError:
+        name = self.layout.columns[index].names[0]
+        return DamagedShardError(self, f"an offset of column {name!r} lies outside of the column")
+
+    def _check_messages(self) -> None:
+        """Compares the pieces that hold Arrow's messages with their digests, if these are known.
+
+        Raises:
+            ValueError: one has another digest.
+        """
+        size = self.file.size
+        if not self.sealed.digests or size < _MAGIC_BYTES + _END_BYTES:
+            return
+        self._check_pieces(size - _END_BYTES, size)
+        footer = int.from_bytes(memoryview(self._bytes)[size - _END_BYTES :][:4], "little")
+        self._check_pieces(max(0, size - _END_BYTES - footer), size)
+        start = _MAGIC_BYTES
+        for _ in ("schema", "batch"):
+            self._check_pieces(start, start + 8)
+            head = memoryview(self._bytes)[start + 4 : start + 8]
+            stop = start + 8 + int.from_bytes(head, "little")
+            self._check_pieces(start, stop)
+            start = stop
+
+    def _check_pieces(self, start: int, stop: int) -> None:
+        """Compares the pieces that hold some bytes of the file."""
+        size = piece_digests.DIGEST_BYTES
+        stop = min(stop, self.file.size)
+        for index in range(start // piece_digests.PIECE_BYTES, piece_digests.num_pieces(stop)):
+            known = self.sealed.digests[index * size : (index + 1) * size]
+            if piece_digests.digest(self.piece(index)) != known:
+                raise ValueError(f"piece {index} has another checksum")
 
     def piece(self, index: int) -> memoryview:
         """A piece of the file; see `piece_digests`."""

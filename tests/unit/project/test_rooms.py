@@ -83,6 +83,7 @@ PURE_MODULES = (
     "cache_server/tables/postgres/quoting.py",
     "cache_server/tables/postgres/ranges.py",
     "protos/cache_protocol/storage/layout.py",
+    "protos/cache_protocol/storage/offsets.py",
     "protos/cache_protocol/storage/piece_digests.py",
     "protos/cache_protocol/storage/memory_budget.py",
     "protos/cache_protocol/spec/dataset_names.py",
