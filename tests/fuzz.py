@@ -1,8 +1,10 @@
 """Sends malformed calls to every verb of a node with tokens, and checks that only the calls fail.
 
 ``make fuzz`` sends a million; ``python -m tests.fuzz --calls 5000 --seed 7`` repeats a run. The
-callers have a good token of any role, a wrong one or none. The node must write no traceback, its
-memory and descriptors must stay flat, and an epoch that is read meanwhile must be exact.
+callers have a good token of any role, a wrong one or none. They also send options, sources, row
+expressions and reports that mean harm, see `tests.tenant_inputs`; ``--no-tenants`` leaves these
+out. The node must not end, write no traceback and reach no listener, its memory and descriptors
+must stay flat, and an epoch that is read meanwhile must be exact.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ from google.protobuf.message import Message
 
 from cache_client import CacheClient, CacheIterableDataset, DatasetSpec
 from cache_protocol.v1 import cache_pb2 as pb
+from cache_protocol.v1 import cache_pb2_grpc
 from cache_server.local import LocalNode
+from tests import tenant_inputs
 from tests.conftest import write_numbered
 
 NAME, NUM_ROWS = "table", 2000
@@ -55,9 +59,16 @@ class Fuzzer:
     Args:
         node: to call.
         fingerprint: of the dataset `NAME`.
+        listener: what no call may reach; None: no options, expressions and reports are sent.
     """
 
-    def __init__(self, node: LocalNode, fingerprint: str, seed: int) -> None:
+    def __init__(
+        self,
+        node: LocalNode,
+        fingerprint: str,
+        seed: int,
+        listener: tenant_inputs.Listener | None = None,
+    ) -> None:
         self._random = random.Random(seed)
         self._fingerprint = fingerprint
         self._page = node.page
@@ -71,6 +82,9 @@ class Fuzzer:
             self._control, self._control, self._get, self._info, self._schema, self._exchange,
             self._action, self._list, self._put, self._http,
         )  # fmt: skip
+        self._listener = listener
+        if listener is not None:
+            self._verbs += (self._options_of_a_load, self._expression, self._report)
 
     def close(self) -> None:
         self._client.close()
@@ -160,6 +174,32 @@ class Fuzzer:
         action = flight.Action(self._random.choice((*_TEXTS, "endpoints")), self._noise())
         list(self._client.do_action(action, self._options))
 
+    def _options_of_a_load(self) -> None:
+        assert self._listener is not None
+        stub = cache_pb2_grpc.CoordinatorStub(self._channel)
+        spec = tenant_inputs.dataset_spec(self._random, self._listener)
+        with suppress(grpc.RpcError):  # what the one before it left
+            stub.DeleteDataset(
+                pb.DeleteDatasetRequest(name=spec.name), timeout=_TIMEOUT_S, metadata=self._headers
+            )
+        request = pb.CreateDatasetRequest(spec=spec)
+        stub.CreateDataset(request, timeout=_TIMEOUT_S, metadata=self._headers)
+
+    def _expression(self) -> None:
+        ticket = pb.ReadTicket(
+            dataset=NAME,
+            fingerprint=self._fingerprint,
+            expression=tenant_inputs.row_expression(self._random, NUM_ROWS // 4),
+        )
+        self._client.do_get(flight.Ticket(ticket.SerializeToString()), self._options).read_all()
+
+    def _report(self) -> None:
+        report = pb.ReaderReport()
+        self._fill(report, 3)
+        report.dataset, report.fingerprint = NAME, self._fingerprint
+        action = flight.Action("report", report.SerializeToString())
+        list(self._client.do_action(action, self._options))
+
     def _list(self) -> None:
         list(self._client.list_flights(self._noise(), self._options))
 
@@ -222,8 +262,11 @@ class Fuzzer:
         return self._random.choice((0.0, -1.0, 1e300, float("nan")))
 
 
-def run(calls: int, seed: int, *, max_growth_bytes_per_call: float) -> str:
+def run(calls: int, seed: int, *, max_growth_bytes_per_call: float, tenants: bool = False) -> str:
     """Sends calls to a node; returns a line of numbers.
+
+    Args:
+        tenants: also send options, expressions and reports of `tests.tenant_inputs`.
 
     Raises:
         AssertionError: a call hung, or the node wrote a traceback, grew or gave wrong rows.
@@ -239,14 +282,24 @@ def run(calls: int, seed: int, *, max_growth_bytes_per_call: float) -> str:
         tokens.write_text(json.dumps({"principals": principals}), encoding="utf-8")
         arguments = ["--allow-source", f"{source}/", "--auth-tokens", str(tokens)]
         node = LocalNode(Path(directory, "node"), arguments, _TOKENS[0])
+        listener = tenant_inputs.Listener() if tenants else None
         try:
             node.start()
-            return _run(node, source, calls, seed, max_growth_bytes_per_call)
+            return _run(node, source, calls, seed, max_growth_bytes_per_call, listener)
         finally:
             node.close()
+            if listener is not None:
+                listener.close()
 
 
-def _run(node: LocalNode, source: Path, calls: int, seed: int, max_growth: float) -> str:
+def _run(
+    node: LocalNode,
+    source: Path,
+    calls: int,
+    seed: int,
+    max_growth: float,
+    listener: tenant_inputs.Listener | None,
+) -> str:
     spec = DatasetSpec(NAME, source, target_shard_bytes=1)
     fingerprint = CacheClient(node.endpoint, token=_TOKENS[1]).load(spec).fingerprint
     stop, epochs, wrong = threading.Event(), [0], list[str]()
@@ -266,13 +319,15 @@ def _run(node: LocalNode, source: Path, calls: int, seed: int, max_growth: float
     reader = threading.Thread(target=read)
     reader.start()
     start = time.monotonic()
-    fuzzer = Fuzzer(node, fingerprint, seed)
+    fuzzer = Fuzzer(node, fingerprint, seed, listener)
     try:
         for _ in range(calls // 4):  # what is imported and kept at first use
             fuzzer.call()
         before = _memory(node.pid)
         for number in range(calls - calls // 4):
             fuzzer.call()
+            _require(node.exit_code is None, f"the node ended with {node.exit_code}: {number}")
+            _require(not (listener and listener.arrived), f"call {number} reached a listener")
             if not number % 10_000 and number:
                 print(f"{number} calls, {_memory(node.pid)}", file=sys.stderr, flush=True)
         after = _memory(node.pid)
@@ -310,11 +365,12 @@ def _arguments() -> Iterator[int]:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--calls", type=int, default=1_000_000)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**31))
+    parser.add_argument("--tenants", action=argparse.BooleanOptionalAction, default=True)
     found = parser.parse_args()
-    yield from (found.calls, found.seed)
+    yield from (found.calls, found.seed, found.tenants)
 
 
 if __name__ == "__main__":
-    _calls, _seed = _arguments()
+    _calls, _seed, _tenants = _arguments()
     print(f"seed {_seed}", flush=True)
-    print(run(_calls, _seed, max_growth_bytes_per_call=50.0))
+    print(run(_calls, _seed, max_growth_bytes_per_call=50.0, tenants=bool(_tenants)))
