@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -20,13 +19,12 @@ from cache_protocol.storage.shard_files import (
 )
 from cache_server.shards import manifest, told_names
 from cache_server.shards.checksums import file_digests
-from cache_server.shards.disk import remove_empty, remove_file, temporary_of
+from cache_server.shards.disk import NOT_THE_FILES_FAULT, remove_empty, remove_file, temporary_of
 from cache_server.shards.version_key import VersionKey
 
 logger = logging.getLogger(__name__)
 
 _WRITTEN = ("shard-*.arrow", ".shard-*.tmp", temporary_of(Path(MANIFEST)).name)
-_NOT_THE_FILES_FAULT = {errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EACCES, errno.EPERM}
 
 
 def adopt_all(cache_dir: Path, threads: int) -> dict[VersionKey, dict[int, MappedShard]]:
@@ -89,7 +87,7 @@ def _adopt(
         try:
             shard = maps[sealed].result()
         except (OSError, ValueError) as error:
-            if isinstance(error, OSError) and error.errno in _NOT_THE_FILES_FAULT:
+            if isinstance(error, OSError) and error.errno in NOT_THE_FILES_FAULT:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise ConfigError(
                     f"cannot adopt shard {path}: {error.strerror or error}; the system allows "

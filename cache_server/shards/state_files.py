@@ -7,7 +7,6 @@ A file without a checksum is of an earlier release, or a person edited it: its r
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import logging
@@ -17,12 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from cache_protocol.errors import ConfigError
-from cache_server.shards.disk import replace_file
+from cache_server.shards.disk import NOT_THE_FILES_FAULT, replace_file
 
 logger = logging.getLogger(__name__)
 
 DAMAGED = ".damaged"  # follows the name of a file that was set aside
-_NOT_THE_FILES_FAULT = {errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EACCES, errno.EPERM}
 _CHECKSUM = "sha256"
 _START = re.compile(rb'\{"sha256": "([0-9a-f]{64})", ')
 
@@ -50,7 +48,7 @@ def read(path: Path) -> tuple[Any, bool]:
     try:
         data = path.read_bytes()
     except OSError as error:
-        if error.errno in _NOT_THE_FILES_FAULT:
+        if error.errno in NOT_THE_FILES_FAULT:
             raise ConfigError(f"cannot read {path}: {error.strerror}") from None
         raise
     if found := _START.match(data):
