@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import json
 import os
 import threading
 import time
@@ -356,11 +357,12 @@ def test_an_unexpected_exception_shows_no_secret(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    secrets = {"token": "hush-hush", "key": "-----BEGIN-----\nhush-line\n-----END-----"}
+    key = json.dumps({"private_key": "-----BEGIN-----\nhush-line\n-----END-----"}, indent=1)
+    secrets = {"token": "hush-hush", "service_account_key": key}
 
     def broken(*arguments: object) -> Iterator[pa.RecordBatch]:
         try:
-            raise ValueError(f"no key in {secrets['key']}")
+            raise ValueError(f"no key in {key}")
         except ValueError as error:
             raise ZeroDivisionError(f"with {secrets}") from error
 
