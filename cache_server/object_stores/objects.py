@@ -23,6 +23,7 @@ from cache_server.object_stores.connections import client_for
 from cache_server.object_stores.hub import SCHEME, HubClient, hub_location
 from cache_server.object_stores.options import store_settings
 from cache_server.source import byte_ranges, lake_folders
+from cache_server.source.hidden_names import is_hidden
 from cache_server.source.pinned import SourceFile
 
 logger = logging.getLogger(__name__)
@@ -378,4 +379,4 @@ def _directory(prefix: str) -> str:
 
 
 def _hidden(names: Iterable[str]) -> bool:
-    return any(name.startswith((".", "_")) for name in names)
+    return any(map(is_hidden, names))

@@ -29,19 +29,26 @@ def store_settings(kind: str, options: Mapping[str, str], secrets: Mapping[str, 
         shared: the options serve several stores; those of another one are left out.
 
     Raises:
-        RequestError: for an option that the store, or no store, has; or for a value that is not
-            of the form of its option.
+        RequestError: names each option that the store, or any store, lacks, or whose value is not
+            of its form.
     """
     stores = [STORES[kind]] if kind and not shared else list(STORES.values())
-    settings = {}
+    settings: dict[str, str] = {}
+    problems: list[str] = []
     for key, value in {**options, **secrets}.items():
         own = STORES[kind].find(key) if kind else None
         others = [option for store in stores if (option := store.find(key)) is not None]
         others.sort(key=lambda option: option.form is Form.NEVER)
-        option = known(stores, key, own or next(iter(others), None))
-        text = checked(f"the option {key!r}", option, value)
+        try:
+            option = known(stores, key, own or next(iter(others), None))
+            text = checked(f"the option {key!r}", option, value)
+        except RequestError as error:
+            problems.append(str(error))
+            continue
         if option is own and option.form is not Form.UNUSED:
             settings[option.name] = text
+    if problems:
+        raise RequestError("; ".join(problems))
     return settings
 
 

@@ -10,15 +10,14 @@ import fnmatch
 import glob
 import itertools
 import os
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from cache_protocol.errors import LoadError, RequestError
 from cache_server.source import lake_folders
-
-_HIDDEN = (".", "_")  # skipped names start with one of these
+from cache_server.source.hidden_names import is_hidden
 
 _Entry = os.DirEntry[str] | Path  # found in a directory; or a path without wildcards
 
@@ -42,7 +41,7 @@ def expand(
     if os.path.isdir(path):
         if (format := _lake_format(path)) is not None:
             raise lake_folders.refusal(source, path, path, format)
-        tree = _Tree(root=str(Path(path)), hidden=_HIDDEN, suffixes=suffixes, ignore=ignore)
+        tree = _Tree(root=str(Path(path)), hides=is_hidden, suffixes=suffixes, ignore=ignore)
         root, paths = tree.root, tree.files(("**", "*"))
     elif glob.has_magic(path) and not os.path.exists(path):
         root, paths = _glob(source, path, ignore)
@@ -100,9 +99,13 @@ def _glob(source: str, pattern: str, ignore: Collection[str]) -> tuple[str, list
         return str(root), []
     if not _is_there(source, root) or not os.path.isdir(root):
         return str(root), []
-    hidden = (".",) if any(part.startswith(_HIDDEN) for part in parts) else _HIDDEN
-    tree = _Tree(root=str(root), hidden=hidden, suffixes=None, ignore=ignore)
+    hides = _starts_with_a_dot if any(map(is_hidden, parts)) else is_hidden
+    tree = _Tree(root=str(root), hides=hides, suffixes=None, ignore=ignore)
     return tree.root, tree.files(parts)
+
+
+def _starts_with_a_dot(name: str) -> bool:
+    return name.startswith(".")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,13 +113,13 @@ class _Tree:
     """A directory tree of this machine; links are followed.
 
     Attributes:
-        hidden: wildcards do not match names that start with one of these.
+        hides: says which names wildcards do not match.
         suffixes: of the files that count; None: all count.
         ignore: patterns of paths below ``root`` that may be unreadable.
     """
 
     root: str
-    hidden: tuple[str, ...]
+    hides: Callable[[str], bool]
     suffixes: tuple[str, ...] | None
     ignore: Collection[str]
 
@@ -165,7 +168,7 @@ class _Tree:
                     entry
                     for entry in entries
                     if fnmatch.fnmatch(entry.name, part)
-                    and (part.startswith(".") or not entry.name.startswith(self.hidden))
+                    and (part.startswith(".") or not self.hides(entry.name))
                 ]
         except OSError as error:
             if isinstance(error, FileNotFoundError) and not glob.has_magic(part):

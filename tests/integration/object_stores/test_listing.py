@@ -48,6 +48,8 @@ def tree(s3: S3Server) -> S3Server:
                 "t/sub/_temporary/e.parquet",
                 "tt/other.parquet",
                 "odd/a b+c=ü%20.parquet",
+                "keys/_hour=5/a.parquet",
+                "keys/_temporary/_hour=5/b.parquet",
                 "data.parquet/part-0.parquet",
             )
         },
@@ -84,6 +86,11 @@ def tree(s3: S3Server) -> S3Server:
 )
 def test_a_source_means_its_objects_by_name(tree: S3Server, source: str, keys: list[str]) -> None:
     assert found(tree, source) == [f"s3://tree/t/{key}" for key in keys]
+
+
+@pytest.mark.parametrize("source", ["s3://tree/keys", "s3://tree/keys/**"])
+def test_a_key_that_begins_with_an_underscore_hides_no_rows(tree: S3Server, source: str) -> None:
+    assert found(tree, source) == ["s3://tree/keys/_hour=5/a.parquet"]
 
 
 def test_a_compressed_object_is_refused_and_not_left_out(s3: S3Server) -> None:

@@ -48,6 +48,7 @@ PURE_MODULES = (
     "cache_server/sql/formats/text_values.py",
     "cache_server/rpc/flight_messages.py",
     "cache_server/shards/decimals.py",
+    "cache_server/source/hidden_names.py",
     "cache_server/source/lake_folders.py",
     "cache_server/source/saved_datasets.py",
     "cache_server/coordination/ended_nodes.py",

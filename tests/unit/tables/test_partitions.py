@@ -40,6 +40,22 @@ def test_the_columns_in_the_names_of_directories_appear_with_their_types(tmp_pat
     assert len(rows) == 18
 
 
+def test_keys_that_begin_with_an_underscore_are_columns_as_in_spark_and_duckdb(
+    tmp_path: Path,
+) -> None:
+    for number in (1, 2):
+        folder = tmp_path / f"day={number}" / f"_hour={number}"
+        folder.mkdir(parents=True)
+        pq.write_table(pa.table({"n": [number]}), folder / "x.parquet")
+    touch(tmp_path / "_temporary" / "day=1" / "_hour=1" / "y.parquet")
+
+    _, pin = sources.pin(table_spec(tmp_path))
+    splits = pin.cut(storage_schema(pin.schema), 10**9)
+
+    rows = [row for split in splits for row in read(split, "parquet", pin.schema)]
+    assert rows == [{"n": number, "day": number, "_hour": number} for number in (1, 2)]
+
+
 @pytest.mark.parametrize(
     ("filter", "left"),
     [
