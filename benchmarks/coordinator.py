@@ -41,9 +41,9 @@ from cache_client import CacheClient, DatasetSpec
 from cache_client.reading.lease import _RENEWALS_PER_LEASE
 from cache_protocol.errors import NodeUnavailableError
 from cache_protocol.v1 import cache_pb2 as pb
-from cache_protocol.wire.grpc_channel import MAX_MESSAGE_BYTES
+from cache_protocol.wire.channels import MAX_MESSAGE_BYTES
 from cache_server import LocalCluster
-from cache_server.coordination.membership import MAX_MEMBERS_OF_HOST
+from cache_server.coordination.members import membership
 
 NODES, SHARDS, READERS = 999, 100_000, 10_000
 FILES = 100
@@ -307,7 +307,9 @@ async def _answering_control(nodes: list[SimulatedNode]) -> AsyncIterator[None]:
     port = server.add_insecure_port("0.0.0.0:0")
     await server.start()
     for number, each in enumerate(nodes):  # a machine has a few members only
-        each.node.control_location = f"127.1.0.{1 + number // MAX_MEMBERS_OF_HOST}:{port}"
+        each.node.control_location = (
+            f"127.1.0.{1 + number // membership.MAX_MEMBERS_OF_HOST}:{port}"
+        )
     try:
         yield
     finally:

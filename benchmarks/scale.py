@@ -33,7 +33,7 @@ from cache_client.flight.streams import GatherStream
 from cache_client.order.order import EpochOrder
 from cache_client.reading.reader import Reader
 from cache_client.reading.window_sizes import MESSAGE_BYTES
-from cache_protocol.spec.dataset_spec import DEFAULT_TARGET_SHARD_BYTES
+from cache_protocol.datasets.dataset_spec import DEFAULT_TARGET_SHARD_BYTES
 from cache_protocol.storage.layout import Layout, from_matrix, pool_array
 from cache_protocol.storage.row_index import Ids
 from cache_protocol.v1 import cache_pb2 as pb

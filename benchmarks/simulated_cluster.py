@@ -34,7 +34,7 @@ from cache_client.order.order import EpochOrder, StepPlan
 from cache_client.reading.reader import _FIRST_WAIT_S, _LONGEST_WAIT_S
 from cache_client.reading.window_sizes import WindowSizes
 from cache_server.config import NodeConfig
-from cache_server.coordination.placement import bytes_by_node, place
+from cache_server.coordination.members import placement
 
 Counts = npt.NDArray[np.int64]
 Seconds = npt.NDArray[np.float64]
@@ -143,8 +143,8 @@ class Plans:
         self.slowdown[chance.sample(range(case.num_nodes), case.slow)] = case.slowdown
         alive = [name for index, name in enumerate(self.names) if index not in self.lost]
         settings = (f"{case.seed:032x}", case.num_shards, self.names, case.replicas)
-        self.homes = place(*settings)
-        self.homes_after = place(*settings, alive=alive) if case.lost else self.homes
+        self.homes = placement.place(*settings)
+        self.homes_after = placement.place(*settings, alive=alive) if case.lost else self.homes
         self.shards = self._map(self.homes)
         sizes = WindowSizes(self.shards, BATCH_SIZE)
         self.rows_per_message = sizes.rows_per_message()
@@ -469,7 +469,7 @@ class Simulation:
         shard_bytes = [case.rows_per_shard * row_bytes] * case.num_shards
         held = np.zeros(case.num_nodes)
         number = {name: index for index, name in enumerate(plans.names)}
-        for name, size in bytes_by_node(plans.homes, shard_bytes).items():
+        for name, size in placement.bytes_by_node(plans.homes, shard_bytes).items():
             held[number[name]] = size
         begins = np.array([rank.begins for rank in self._ranks])
         training_s = plans.steps_per_window * case.step_s

@@ -16,6 +16,7 @@ from cache_client.control.client import CacheClient
 from cache_client.control.forecast import LoadForecast, TableForecast
 from cache_client.control.infos import DatasetInfo, NodeInfo
 from cache_client.epochs.stats import NodeStats, ReadStats
+from cache_protocol.datasets.dataset_spec import DatasetSpec
 from cache_protocol.errors import (
     CacheError,
     ConfigError,
@@ -35,7 +36,6 @@ from cache_protocol.errors import (
     UnauthenticatedError,
     missing_package,
 )
-from cache_protocol.spec.dataset_spec import DatasetSpec
 from cache_protocol.wire.load_progress import LoadReport
 
 if TYPE_CHECKING:

@@ -49,8 +49,9 @@ from cache_client.cli.job_commands import audit_job, jobs, rows, top
 from cache_client.control.client import MAX_MEMORY_BYTES, CacheClient
 from cache_client.control.infos import DatasetInfo
 from cache_client.job.arguments import seconds_problems
-from cache_protocol.cli.output import checked_output
-from cache_protocol.cli.sizes import size
+from cache_protocol.cli.output import checked_output, size
+from cache_protocol.datasets.dataset_spec import DatasetSpec, parse_bytes
+from cache_protocol.datasets.job_settings import asks_for_dataset, spec_from_env
 from cache_protocol.errors import (
     CacheError,
     ConfigError,
@@ -59,8 +60,6 @@ from cache_protocol.errors import (
     checked,
     missing_package,
 )
-from cache_protocol.spec.dataset_spec import DatasetSpec, parse_bytes
-from cache_protocol.spec.job_settings import asks_for_dataset, spec_from_env
 
 
 @app.command()

@@ -18,8 +18,9 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from cache_protocol.cli.load_bar import progress_bar
-from cache_protocol.cli.output import checked_output
-from cache_protocol.cli.version_option import version_option
+from cache_protocol.cli.output import checked_output, version_option
+from cache_protocol.datasets.dataset_spec import DatasetSpec, parse_bytes
+from cache_protocol.datasets.job_settings import asks_for_dataset, spec_from_env
 from cache_protocol.errors import (
     CacheError,
     ConfigError,
@@ -28,8 +29,6 @@ from cache_protocol.errors import (
     checked,
     missing_package,
 )
-from cache_protocol.spec.dataset_spec import DatasetSpec, parse_bytes
-from cache_protocol.spec.job_settings import asks_for_dataset, spec_from_env
 from cache_protocol.storage.memory_budget import may_keep_freed_memory
 from cache_server.auth.kubernetes import SERVICE_ACCOUNT_DIR, Cluster
 from cache_server.config import NodeConfig

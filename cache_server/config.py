@@ -23,8 +23,8 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails
 
+from cache_protocol.datasets.dataset_spec import parse_bytes
 from cache_protocol.errors import ConfigError
-from cache_protocol.spec.dataset_spec import parse_bytes
 from cache_protocol.storage.memory_budget import MIN_SHARD_BYTES, shard_bytes
 from cache_protocol.wire.credentials import Credentials
 from cache_server.auth.kubernetes import Cluster

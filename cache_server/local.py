@@ -19,10 +19,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO
 
+from cache_protocol.datasets.values import as_integer, as_number
 from cache_protocol.errors import CacheError, ConfigError, NodeUnavailableError
-from cache_protocol.spec.values import as_integer, as_number
-from cache_protocol.wire import local_tokens
-from cache_protocol.wire.credentials import Credentials
+from cache_protocol.wire.credentials import Credentials, publish_token, withdraw_token
 from cache_server.config import NodeConfig
 from cache_server.node.coordinator_link import RemoteCoordinator
 
@@ -100,7 +99,7 @@ class LocalNode:
         if not self._reserved_ports:
             self._reserved_ports = [_reserve_port(), _reserve_port()]
             if self.token is not None:
-                local_tokens.publish(self.token, *self._locations())
+                publish_token(self.token, *self._locations())
         flight_port, control_port = (reserved.getsockname()[1] for reserved in self._reserved_ports)
         self.control_location = f"127.0.0.1:{control_port}"
         with self._open_log() as log_file:
@@ -171,7 +170,7 @@ class LocalNode:
         """Kills the process and releases its ports."""
         self.kill()
         if self.token is not None:
-            local_tokens.withdraw(*self._locations())
+            withdraw_token(*self._locations())
         self._release_ports()
 
     def log_tail(self, max_bytes: int = 4096, *, since: int = 0) -> str:

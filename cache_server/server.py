@@ -15,13 +15,13 @@ from typing import Any
 
 import pyarrow as pa
 
+from cache_protocol.datasets.dataset_spec import DatasetSpec
 from cache_protocol.errors import (
     CacheError,
     ConfigError,
     NodeUnavailableError,
     UnauthenticatedError,
 )
-from cache_protocol.spec.dataset_spec import DatasetSpec
 from cache_protocol.storage.memory_budget import loads_at_once
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.wire.credentials import TLS_SCHEME, Credentials
@@ -31,7 +31,7 @@ from cache_server.config import NodeConfig
 from cache_server.coordination.catalogue import Catalogue
 from cache_server.coordination.coordinator import Coordinator
 from cache_server.coordination.environment_load import EnvironmentLoad
-from cache_server.coordination.holder_checks import HolderChecks
+from cache_server.coordination.holdings.holder_checks import HolderChecks
 from cache_server.node.coordinator_link import RemoteCoordinator
 from cache_server.node.node import CoordinatorLink, Node
 from cache_server.node.second_reader import SecondReader

@@ -28,7 +28,7 @@ from kubeflow.trainer import (
     TrainerClient,
 )
 
-from cache_protocol.spec.job_settings import spec_from_env
+from cache_protocol.datasets.job_settings import spec_from_env
 
 RUNNING, COMPLETE = "Running", "Complete"
 

@@ -34,7 +34,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from cache_client import CacheClient, CacheIterableDataset
-from cache_protocol.spec.job_settings import spec_from_env
+from cache_protocol.datasets.job_settings import spec_from_env
 
 try:
     from zenml import step

@@ -6,7 +6,7 @@ from typing import Any
 
 import grpc
 
-from cache_protocol.wire import local_tokens
+from cache_protocol.wire.credentials import find_token
 
 
 class _Bearer(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor):
@@ -22,6 +22,6 @@ class _Bearer(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientIntercepto
 
 def open_channel(location: str, token: str | None = None, **options: Any) -> grpc.Channel:
     """A channel that sends a token; default: that of the local cluster at this location."""
-    token = token or local_tokens.find(location)
+    token = token or find_token(location)
     channel = grpc.insecure_channel(location, **options)
     return channel if token is None else grpc.intercept_channel(channel, _Bearer(token))

@@ -32,8 +32,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pyiceberg.manifest import clear_manifest_cache
 
+from cache_protocol.datasets.dataset_spec import DatasetSpec
 from cache_protocol.errors import CacheError, RequestError
-from cache_protocol.spec.dataset_spec import DatasetSpec
 from tests.iceberg_tables import opened_catalog
 from tests.load_here import load_here
 from tests.object_store import S3Server

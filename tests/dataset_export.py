@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from cache_protocol.wire import local_tokens
+from cache_protocol.wire.credentials import find_token
 from cache_runtimes import MANIFESTS
 from tests.manifests import container_named, env_of, job_named, pod_of, read
 
@@ -37,7 +37,7 @@ def start_export(
 
     return subprocess.Popen(
         [sys.executable, "-c", *container["args"]],
-        env={**os.environ, **told, "CACHE_TOKEN": local_tokens.find(endpoint) or ""},
+        env={**os.environ, **told, "CACHE_TOKEN": find_token(endpoint) or ""},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

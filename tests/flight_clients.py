@@ -6,7 +6,7 @@ from typing import Any
 
 import pyarrow.flight as flight
 
-from cache_protocol.wire import local_tokens
+from cache_protocol.wire.credentials import find_token
 
 
 class _Bearer(flight.ClientMiddleware):
@@ -30,6 +30,6 @@ class _BearerFactory(flight.ClientMiddlewareFactory):
 def connect(location: Any, token: str | None = None, **options: Any) -> flight.FlightClient:
     """A client that sends a token; default: that of the local cluster at this location."""
     text = location if isinstance(location, str) else location.uri.decode()
-    token = token or local_tokens.find(text)
+    token = token or find_token(text)
     middleware = [] if token is None else [_BearerFactory(token)]
     return flight.connect(location, middleware=middleware, **options)

@@ -13,7 +13,7 @@ import boto3
 import pyarrow as pa
 from moto.server import ThreadedMotoServer
 
-from cache_protocol.spec.dataset_spec import TableSpec
+from cache_protocol.datasets.dataset_spec import TableSpec
 from cache_server import tables
 from cache_server.node import staging
 from cache_server.source.pinned import Pin, PinnedTable, Split

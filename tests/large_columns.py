@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 from deltalake import write_deltalake
 
 from cache_client import CacheClient
-from cache_protocol.spec.dataset_spec import DatasetSpec
+from cache_protocol.datasets.dataset_spec import DatasetSpec
 from cache_server import LocalCluster
 from tests.flight_clients import connect
 from tests.postgres_server import PASSWORD, PostgresServer, running_server

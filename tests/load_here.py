@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from cache_protocol.spec.dataset_spec import DatasetSpec
+from cache_protocol.datasets.dataset_spec import DatasetSpec
 from cache_server.node import loading
 from cache_server.node.desired import DesiredShard
 from cache_server.node.heartbeat_messages import decode_plan

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from cache_protocol.spec.dataset_spec import DatasetSpec, TableSpec
+from cache_protocol.datasets.dataset_spec import DatasetSpec, TableSpec
 from cache_server.source.pinned import PinnedTable, SourceFile, Split
 from cache_server.sql import loader
 from cache_server.sql.loader import LocalFile

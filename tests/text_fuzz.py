@@ -16,8 +16,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from cache_protocol.datasets.dataset_spec import DatasetSpec
 from cache_protocol.errors import LoadError, RequestError
-from cache_protocol.spec.dataset_spec import DatasetSpec
 from cache_server.plan.pinned_version import plan_version
 from cache_server.sql.loader import LocalFile, read_split
 

@@ -32,7 +32,7 @@ from cache_protocol.storage.shard_files import Selection
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.coordination.catalogue import Catalogue
 from cache_server.coordination.coordinator import Coordinator
-from cache_server.coordination.writes import Chosen
+from cache_server.coordination.versions import writes
 from cache_server.node import peer_files
 from cache_server.node.node import Node
 from cache_server.node.puts import PutMessage
@@ -301,7 +301,7 @@ class ChaosWrite:
     def commit(self) -> pb.DatasetInfo | list[int]:
         use_checksums = self.chance.random() < 0.5
         chosen = [
-            Chosen(partition, ack.attempt, ack.checksum if use_checksums else "")
+            writes.Chosen(partition, ack.attempt, ack.checksum if use_checksums else "")
             for partition, ack in self.acks.items()
         ]
         for _ in range(_MOST_ROUNDS):

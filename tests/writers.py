@@ -31,7 +31,7 @@ import pyarrow as pa
 import pyarrow.compute
 import pyarrow.parquet as pq
 
-from cache_protocol.spec.dataset_spec import DatasetSpec
+from cache_protocol.datasets.dataset_spec import DatasetSpec
 from tests.iceberg_tables import opened_catalog
 from tests.load_here import load_here
 

@@ -9,7 +9,7 @@ import typer
 import typer.core
 
 from cache_client.control.client import CacheClient
-from cache_protocol.cli.version_option import version_option
+from cache_protocol.cli.output import version_option
 from cache_protocol.errors import (
     ConfigError,
 )

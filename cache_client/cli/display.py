@@ -22,7 +22,7 @@ from rich.text import Text
 
 from cache_client.control.forecast import LoadForecast, TableForecast
 from cache_client.control.infos import DatasetInfo
-from cache_protocol.cli.sizes import size
+from cache_protocol.cli.output import size
 from cache_protocol.storage.layout import numpy_dtype
 
 _MAX_NAMES = 6  # of columns on one line

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from cache_client.control.client import CacheClient
-from cache_protocol.cli.sizes import size
+from cache_protocol.cli.output import size
 from cache_protocol.errors import CacheError
 
 _SHM: Final = Path("/dev/shm")

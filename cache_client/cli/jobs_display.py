@@ -13,7 +13,7 @@ from rich.text import Text
 from cache_client.cli.display import printable
 from cache_client.control.infos import NodeInfo
 from cache_client.order.audit import EpochAudit
-from cache_protocol.cli.sizes import size
+from cache_protocol.cli.output import size
 from cache_protocol.v1 import cache_pb2 as pb
 
 _MOST_RANKS = 12  # in the live view; those that wait most

@@ -47,6 +47,8 @@ from cache_client.reading.table_reads import read_table
 from cache_client.writing import writes
 from cache_client.writing.arrow_sources import arrow_source
 from cache_client.writing.write_through import Newest, write_through
+from cache_protocol.datasets.dataset_spec import DEFAULT_TARGET_SHARD_BYTES, DatasetSpec
+from cache_protocol.datasets.values import is_text
 from cache_protocol.errors import (
     ConfigError,
     DatasetNotFoundError,
@@ -58,14 +60,11 @@ from cache_protocol.errors import (
     StaleVersionError,
     checked,
 )
-from cache_protocol.spec.dataset_spec import DEFAULT_TARGET_SHARD_BYTES, DatasetSpec
-from cache_protocol.spec.values import is_text
 from cache_protocol.storage.layout import schema_from_bytes
 from cache_protocol.storage.row_index import Ids
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.v1 import cache_pb2_grpc
-from cache_protocol.wire.backoff import backoff
-from cache_protocol.wire.grpc_channel import from_rpc_error, open_channel
+from cache_protocol.wire.channels import backoff, from_rpc_error, open_channel
 from cache_protocol.wire.load_progress import LoadMeter, LoadReport
 
 _MIN_LOOKUP_S = 1.0  # to find the coordinator, even if the limit of the call is shorter

@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from cache_protocol.storage.layout import schema_from_bytes
 from cache_protocol.v1 import cache_pb2 as pb
-from cache_protocol.wire.dataset_states import state_name
+from cache_protocol.wire.load_progress import state_name
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,7 @@ from cache_protocol.errors import (
     NotReadyError,
 )
 from cache_protocol.v1 import cache_pb2 as pb
-from cache_protocol.wire.load_progress import LoadReport
-from cache_protocol.wire.load_watch import wait_for_load
+from cache_protocol.wire.load_progress import LoadReport, wait_for_load
 
 
 def create(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from cache_protocol.cli.sizes import size
+from cache_protocol.cli.output import size
 
 
 @dataclass(frozen=True)

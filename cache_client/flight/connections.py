@@ -30,8 +30,8 @@ from cache_protocol.errors import (
 )
 from cache_protocol.storage.row_index import RowRuns
 from cache_protocol.v1 import cache_pb2 as pb
+from cache_protocol.wire.channels import DIRECT
 from cache_protocol.wire.credentials import NO_CREDENTIALS, Credentials
-from cache_protocol.wire.grpc_channel import DIRECT
 
 REQUEST_TIMEOUT_S = 10.0
 # Nothing can cancel a wait for a connection, neither the end of the program nor a fork. gRPC's

@@ -9,8 +9,8 @@ from collections.abc import Collection, KeysView, Mapping, Set
 from typing import Literal, get_args
 
 from cache_client.order.permutation import checked_integer
+from cache_protocol.datasets.values import as_number, is_text
 from cache_protocol.errors import checked
-from cache_protocol.spec.values import as_number, is_text
 
 BatchFormat = Literal["torch", "numpy", "arrow", "jax", "polars"]
 _BATCH_FORMATS: tuple[BatchFormat, ...] = get_args(BatchFormat)

@@ -23,8 +23,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from cache_protocol.errors import ConfigError
-from cache_protocol.wire.credentials import Credentials
-from cache_protocol.wire.local_tokens import find as find_local_token
+from cache_protocol.wire.credentials import Credentials, find_token
 
 # The coordinator of the runtime `torch-distributed-data-cache`: pod 0 of the replicated job
 # `dataset-initializer`, by the DNS name that JobSet gives it. There is no Service, because a
@@ -346,7 +345,7 @@ def find_credentials(
     if token is not None and (not isinstance(token, str) or not token):
         raise ConfigError("token must be a string that is not empty")  # never quoted
     given = token is not None or token_file is not None
-    local = None if given else find_local_token(endpoint)
+    local = None if given else find_token(endpoint)
     if given or local is not None:
         file = None if token_file is None else os.fspath(token_file)
         found = replace(found, token=local if local is not None else token, token_file=file)

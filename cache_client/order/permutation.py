@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from cache_protocol.spec.values import as_integer
+from cache_protocol.datasets.values import as_integer
 
 Int64Array = NDArray[np.int64]
 _UInt32Array = NDArray[np.uint32]

@@ -22,9 +22,9 @@ from cache_client.flight.routing import ShardFile, ShardMap
 from cache_protocol.errors import CacheError
 from cache_protocol.storage.layout import Layout
 from cache_protocol.storage.mapped_table import MAPS_PER_COLUMN, MappedTable
-from cache_protocol.storage.piece_digests import DIGEST_BYTES, checksum, digest, num_pieces
 from cache_protocol.storage.row_index import Ids, Indices, RowIndex
 from cache_protocol.storage.shard_files import (
+    DIGEST_BYTES,
     MANIFEST,
     MAPS_PER_SHARD,
     NODE_ID_FILE,
@@ -32,6 +32,9 @@ from cache_protocol.storage.shard_files import (
     MappedShard,
     SealedShard,
     Selection,
+    checksum_of,
+    num_pieces,
+    piece_digest,
     read_manifest,
     shard_file_name,
 )
@@ -191,7 +194,7 @@ def _map_file(sealed: SealedShard, path: Path) -> MappedShard:
             digests.
     """
     digests = sealed.digests
-    if checksum(digests) != sealed.checksum or len(digests) != DIGEST_BYTES * num_pieces(
+    if checksum_of(digests) != sealed.checksum or len(digests) != DIGEST_BYTES * num_pieces(
         sealed.num_bytes
     ):
         raise ValueError("its manifest has other digests")
@@ -213,7 +216,7 @@ def _check_bytes(mapped: MappedShard) -> None:
     for number in range(min(count, _SAMPLED_PIECES)):
         index = number if few else secrets.randbelow(count)
         start = index * DIGEST_BYTES
-        if digest(mapped.piece(index)) != sealed.digests[start : start + DIGEST_BYTES]:
+        if piece_digest(mapped.piece(index)) != sealed.digests[start : start + DIGEST_BYTES]:
             raise ValueError(f"piece {index} has another checksum")
 
 

@@ -42,7 +42,7 @@ from cache_protocol.errors import (
     StaleVersionError,
 )
 from cache_protocol.storage.row_index import Ids, Indices, RowRuns
-from cache_protocol.wire.backoff import backoff
+from cache_protocol.wire.channels import backoff
 from cache_protocol.wire.credentials import NO_CREDENTIALS, Credentials
 
 # Only the coordinator can say for good that a version is gone: a node may have just started.

@@ -21,7 +21,7 @@ from cache_client.reading.window_sizes import has_plain
 from cache_protocol.errors import NodeUnavailableError, NotReadyError
 from cache_protocol.storage.layout import Layout
 from cache_protocol.v1 import cache_pb2 as pb
-from cache_protocol.wire.backoff import backoff
+from cache_protocol.wire.channels import backoff
 from cache_protocol.wire.credentials import NO_CREDENTIALS, Credentials
 
 logger = logging.getLogger(__name__)

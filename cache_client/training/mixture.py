@@ -35,8 +35,8 @@ from cache_client.views.mixing import (
 )
 from cache_client.views.mixture_view import MixedSource, MixtureView
 from cache_client.views.view import Samples, Shuffle
+from cache_protocol.datasets.values import is_text
 from cache_protocol.errors import ConfigError, checked
-from cache_protocol.spec.values import is_text
 
 _MAX_STEPS = 2**40
 _MAX_NAME = 200  # of the report's name of what is read

@@ -28,7 +28,7 @@ from cache_protocol.errors import (
     NotReadyError,
     StaleVersionError,
 )
-from cache_protocol.wire.backoff import backoff
+from cache_protocol.wire.channels import backoff
 from cache_protocol.wire.credentials import NO_CREDENTIALS, Credentials
 
 _ROWS_AT_ONCE = 4 * 1024 * 1024  # of one answer

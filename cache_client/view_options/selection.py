@@ -30,8 +30,8 @@ from cache_client.views.splits import (
     tuple_part,
 )
 from cache_client.views.view import PlainView, View
+from cache_protocol.datasets.values import as_integer, as_number
 from cache_protocol.errors import ConfigError
-from cache_protocol.spec.values import as_integer, as_number
 
 logger = logging.getLogger(__name__)
 

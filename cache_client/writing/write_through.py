@@ -19,6 +19,8 @@ import pyarrow as pa
 from tenacity import Retrying, retry_if_exception_type, stop_after_attempt
 
 from cache_client.writing.arrow_sources import ArrowSource, slices
+from cache_protocol.datasets.dataset_spec import DatasetSpec
+from cache_protocol.datasets.secret_settings import URI
 from cache_protocol.errors import (
     ConfigError,
     LoadError,
@@ -26,8 +28,6 @@ from cache_protocol.errors import (
     StaleVersionError,
     UnauthenticatedError,
 )
-from cache_protocol.spec.dataset_spec import DatasetSpec
-from cache_protocol.spec.secret_settings import URI
 
 logger = logging.getLogger(__name__)
 

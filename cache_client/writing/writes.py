@@ -31,7 +31,7 @@ from cache_protocol.errors import (
 )
 from cache_protocol.storage.layout import Layout
 from cache_protocol.v1 import cache_pb2 as pb
-from cache_protocol.wire.backoff import backoff
+from cache_protocol.wire.channels import backoff
 from cache_protocol.wire.credentials import Credentials
 from cache_protocol.wire.load_progress import LoadReport
 

@@ -23,8 +23,7 @@ import jwt
 from pydantic import BaseModel, ConfigDict, Field
 
 from cache_protocol.errors import ConfigError, NodeUnavailableError, UnauthenticatedError
-from cache_protocol.wire.credentials import Credentials
-from cache_protocol.wire.reloaded_file import ReloadedFile
+from cache_protocol.wire.credentials import Credentials, ReloadedFile
 from cache_server.auth.kubernetes import Cluster, PodClaims
 from cache_server.auth.principals import Principal, Role
 from cache_server.auth.token_file import Namespace, Roles, parse_yaml

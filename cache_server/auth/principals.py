@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 
-from cache_protocol.errors import PermissionDeniedError
-from cache_protocol.spec.dataset_names import (
+from cache_protocol.datasets.dataset_names import (
     DEFAULT_NAMESPACE,
     EVERY_NAMESPACE,
     full_name,
     namespace_of,
 )
+from cache_protocol.errors import PermissionDeniedError
 
 
 class Role(StrEnum):

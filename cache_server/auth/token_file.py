@@ -10,9 +10,9 @@ from typing import Annotated, NamedTuple, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from cache_protocol.spec import strict_yaml
-from cache_protocol.spec.dataset_names import DEFAULT_NAMESPACE, NAMESPACE
-from cache_protocol.wire.reloaded_file import ReloadedFile
+from cache_protocol.datasets import strict_yaml
+from cache_protocol.datasets.dataset_names import DEFAULT_NAMESPACE, NAMESPACE
+from cache_protocol.wire.credentials import ReloadedFile
 from cache_server.auth.principals import Principal, Role
 
 _M = TypeVar("_M", bound=BaseModel)

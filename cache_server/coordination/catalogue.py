@@ -26,11 +26,11 @@ from typing import Any, TypeVar
 import pyarrow as pa
 from google.protobuf import json_format
 
-from cache_protocol.errors import CacheError, from_proto, to_proto
+from cache_protocol.errors import CacheError, InvalidTicketError, LoadError, from_proto, to_proto
 from cache_protocol.v1 import cache_pb2 as pb
-from cache_server.coordination.damaged_entries import DamagedEntries, DamagedEntry, key_of_entry
+from cache_server.auth.principals import Viewer
 from cache_server.plan.pinned_version import PinnedVersion, split_to_proto
-from cache_server.shards import state_files
+from cache_server.shards import state_files, told_names
 from cache_server.shards.disk import remove_file
 from cache_server.shards.version_key import VersionKey
 
@@ -39,6 +39,69 @@ logger = logging.getLogger(__name__)
 _FORMAT = 5  # of an entry; raise it with every addition
 _T = TypeVar("_T")
 _WRONG = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+
+
+@dataclass(frozen=True)
+class DamagedEntry:
+    """One entry.
+
+    Attributes:
+        path: where the file is now.
+        reason: what is wrong with it.
+    """
+
+    path: Path
+    reason: str
+
+    def error(self, shown: str) -> LoadError:
+        """The error for who asks for its dataset.
+
+        Args:
+            shown: what the caller calls the dataset.
+        """
+        return LoadError(
+            f"the catalogue entry of dataset {shown!r} is damaged: {self.reason}. The coordinator "
+            f"set it aside as {self.path.name}, and the nodes keep the rows. Put the file back and "
+            "start the coordinator again, or load or write the dataset again, or drop it"
+        )
+
+
+class DamagedEntries(dict[VersionKey, DamagedEntry]):
+    """The damaged entries, by the version that the file's name tells. One thread at a time."""
+
+    def of(self, dataset: str) -> DamagedEntry | None:
+        """A damaged entry of a dataset."""
+        return next((entry for key, entry in self.items() if key.dataset == dataset), None)
+
+    def among(self, infos: Iterable[pb.DatasetInfo], viewer: Viewer) -> list[pb.DatasetInfo]:
+        """Adds the damaged datasets of a viewer's namespace as failed ones, by name.
+
+        Args:
+            infos: one for each dataset that has another version.
+        """
+        found = {}
+        for key, entry in self.items():
+            if viewer.can_read(key.dataset, ()):
+                name = viewer.shown(key.dataset)
+                found[name] = pb.DatasetInfo(
+                    spec=pb.DatasetSpec(name=name),
+                    fingerprint=key.fingerprint,
+                    state=pb.DATASET_STATE_FAILED,
+                    schema=pa.schema([]).serialize().to_pybytes(),
+                    error=to_proto(entry.error(name)),
+                )
+        found |= {info.spec.name: info for info in infos}
+        return [found[name] for name in sorted(found)]
+
+
+def key_of_entry(name: str) -> VersionKey | None:
+    """The version that the name of an entry's file tells; None: it names none."""
+    folder, _, fingerprint = name.removesuffix(".json").rpartition("@")
+    key = VersionKey.of_folder(folder, fingerprint)
+    try:
+        return told_names.version_key(key.dataset, key.fingerprint)
+    except InvalidTicketError:
+        return None
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from dataclasses import astuple, replace
 
 import pyarrow as pa
 
+from cache_protocol.datasets.dataset_spec import DatasetSpec
 from cache_protocol.errors import (
     CacheError,
     DatasetNotFoundError,
@@ -24,30 +25,28 @@ from cache_protocol.errors import (
     NotReadyError,
     RequestError,
 )
-from cache_protocol.spec.dataset_spec import DatasetSpec
 from cache_protocol.v1 import cache_pb2 as pb
-from cache_protocol.wire.backoff import rest_s
+from cache_protocol.wire.channels import rest_s
 from cache_server.auth.principals import ANYONE, EVERYTHING, Principal, Viewer
-from cache_server.coordination.capacity import check_capacity
 from cache_server.coordination.catalogue import Catalogue
-from cache_server.coordination.clusters import Clusters
-from cache_server.coordination.epoch_versions import EpochVersions
-from cache_server.coordination.forecast import LoadRate, forecast
-from cache_server.coordination.holder_checks import (
+from cache_server.coordination.holdings.capacity import check_capacity
+from cache_server.coordination.holdings.holder_checks import (
     Holder,
     HolderChecks,
     Outcome,
     Said,
     ShardCheck,
 )
-from cache_server.coordination.holdings import Holdings
-from cache_server.coordination.membership import Answer, Member, Membership
-from cache_server.coordination.orphans import Orphans
-from cache_server.coordination.placement import place
-from cache_server.coordination.version_record import VersionRecord
-from cache_server.coordination.versions import Versions, newest
-from cache_server.coordination.views import Views, as_seen_by
-from cache_server.coordination.writes import Chosen, Writes, new_write
+from cache_server.coordination.holdings.holdings import Holdings
+from cache_server.coordination.holdings.views import Views, as_seen_by
+from cache_server.coordination.members.clusters import Clusters
+from cache_server.coordination.members.membership import Answer, Member, Membership
+from cache_server.coordination.members.placement import place
+from cache_server.coordination.versions.forecast import LoadRate, forecast
+from cache_server.coordination.versions.orphans import Orphans
+from cache_server.coordination.versions.version_record import VersionRecord
+from cache_server.coordination.versions.versions import EpochVersions, Versions, newest
+from cache_server.coordination.versions.writes import Chosen, Writes, new_write
 from cache_server.jobs.jobs import Jobs
 from cache_server.jobs.reports import checked_report
 from cache_server.plan.pinned_version import plan_version

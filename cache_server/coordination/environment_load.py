@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from cache_protocol.datasets.dataset_spec import DatasetSpec
 from cache_protocol.errors import (
     CacheError,
     DatasetNotFoundError,
@@ -19,7 +20,6 @@ from cache_protocol.errors import (
     StaleVersionError,
     require_ready,
 )
-from cache_protocol.spec.dataset_spec import DatasetSpec
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.wire.load_progress import LoadMeter, LoadReport, OncePerSecond
 from cache_server.auth.principals import ANYONE, Principal

@@ -9,18 +9,16 @@ from typing import Any
 
 import grpc
 
+from cache_protocol.datasets.dataset_spec import DatasetSpec
 from cache_protocol.errors import (
     NodeUnavailableError,
     require_ready,
 )
-from cache_protocol.spec.dataset_spec import DatasetSpec
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.v1 import cache_pb2_grpc
+from cache_protocol.wire.channels import from_rpc_error, open_channel
 from cache_protocol.wire.credentials import NO_CREDENTIALS, Credentials
-from cache_protocol.wire.grpc_channel import from_rpc_error, open_channel
-from cache_protocol.wire.load_progress import LoadReport
-from cache_protocol.wire.load_watch import wait_for_load
-from cache_protocol.wire.short_shards import lengthen_shards
+from cache_protocol.wire.load_progress import LoadReport, lengthen_shards, wait_for_load
 from cache_server.auth.principals import EVERYTHING, Viewer
 
 _CALL_TIMEOUT_S = 10.0

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from operator import attrgetter
 from typing import Protocol, TypeVar
 
-from cache_protocol.cli.sizes import size
+from cache_protocol.cli.output import size
 from cache_protocol.errors import LoadError
 from cache_protocol.storage.memory_budget import loading_bytes, min_load_bytes
 from cache_server.node.loading import Job, memory_bytes

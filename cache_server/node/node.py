@@ -31,7 +31,7 @@ from cache_protocol.storage.memory_budget import expression_memory
 from cache_protocol.storage.row_index import ROWS_OF_A_SHARD
 from cache_protocol.storage.shard_files import MappedShard
 from cache_protocol.v1 import cache_pb2 as pb
-from cache_protocol.wire.backoff import pause_s, rest_s
+from cache_protocol.wire.channels import pause_s, rest_s
 from cache_protocol.wire.credentials import NO_CREDENTIALS, Credentials
 from cache_server.auth.principals import ANYONE, EVERYTHING, Principal, Viewer
 from cache_server.node import loading

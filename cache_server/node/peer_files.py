@@ -9,8 +9,8 @@ import pyarrow.flight as flight
 
 from cache_protocol.errors import NodeUnavailableError
 from cache_protocol.v1 import cache_pb2 as pb
+from cache_protocol.wire.channels import DIRECT
 from cache_protocol.wire.credentials import NO_CREDENTIALS, Credentials
-from cache_protocol.wire.grpc_channel import DIRECT
 from cache_server.shards.version_key import VersionKey
 
 _TIMEOUT_S = 600.0  # of one file

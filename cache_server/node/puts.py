@@ -18,6 +18,7 @@ from typing import NamedTuple, TypeVar
 import pyarrow as pa
 from google.protobuf.message import DecodeError
 
+from cache_protocol.datasets.dataset_names import namespace_of
 from cache_protocol.errors import (
     CacheError,
     InvalidTicketError,
@@ -25,7 +26,6 @@ from cache_protocol.errors import (
     NodeUnavailableError,
     RequestError,
 )
-from cache_protocol.spec.dataset_names import namespace_of
 from cache_protocol.storage.layout import Layout
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.auth.principals import ANYONE, Principal

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
 
-from cache_server.coordination.ended_nodes import WHOLE_QUERY
+from cache_server.coordination.members.ended_nodes import WHOLE_QUERY
 from cache_server.node.desired import DesiredShard, DesiredState, DesiredVersion
 from cache_server.shards.version_key import VersionKey
 

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from cache_protocol.cli.sizes import size
+from cache_protocol.cli.output import size
 from cache_protocol.errors import NodeUnavailableError, NotReadyError, RequestError
 from cache_protocol.storage.memory_budget import ExpressionMemory
 from cache_server.node.turns import Turns

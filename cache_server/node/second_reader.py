@@ -12,9 +12,11 @@ from contextlib import closing
 from typing import Protocol
 
 from cache_protocol.errors import NodeUnavailableError
-from cache_protocol.storage import piece_digests
+from cache_protocol.storage.shard_files import (
+    checksum_of,
+)
 from cache_protocol.wire.credentials import Credentials
-from cache_server.coordination.holder_checks import Outcome, ShardCheck
+from cache_server.coordination.holdings.holder_checks import Outcome, ShardCheck
 from cache_server.node import peer_files
 from cache_server.secrets import error_text
 from cache_server.shards.checksums import PieceDigests
@@ -97,5 +99,5 @@ class SecondReader(StoppableThread):
                 num_bytes += len(chunk)
                 if num_bytes > check.num_bytes:
                     break
-        found = piece_digests.checksum(digests.in_order())
+        found = checksum_of(digests.in_order())
         return Outcome.MATCHES if found == check.checksum else Outcome.DIFFERS

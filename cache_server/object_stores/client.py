@@ -16,7 +16,7 @@ import obstore
 from obstore import exceptions
 
 from cache_protocol.errors import LoadError, RequestError
-from cache_protocol.wire.backoff import pause_s
+from cache_protocol.wire.channels import pause_s
 from cache_server.object_stores.errors import NO_LENGTH, Place, store_error
 from cache_server.source.pinned import SourceFile
 

@@ -21,8 +21,8 @@ from urllib.parse import unquote, urlsplit
 from obstore import exceptions
 from obstore.store import AzureStore, GCSStore, HTTPStore, S3Store
 
+from cache_protocol.datasets.source_options import STORES
 from cache_protocol.errors import LoadError, RequestError
-from cache_protocol.spec.source_options import STORES
 from cache_server.object_stores.aws_credentials import ANONYMOUS, KEYS, s3_credentials
 from cache_server.object_stores.client import Location, ObjectClient, Patience
 from cache_server.object_stores.errors import Place

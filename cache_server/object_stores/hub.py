@@ -23,7 +23,7 @@ from tenacity import (
 )
 
 from cache_protocol.errors import LoadError, RequestError, missing_package
-from cache_protocol.wire.backoff import backoff
+from cache_protocol.wire.channels import backoff
 from cache_server.object_stores.client import Location, check_unchanged
 from cache_server.object_stores.connections import (
     MAX_BACKOFF_S,

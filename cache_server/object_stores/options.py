@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from urllib.parse import unquote
 
+from cache_protocol.datasets.source_options import GOOGLE_KEY, STORES, Form, Option, Options
 from cache_protocol.errors import RequestError
-from cache_protocol.spec.source_options import GOOGLE_KEY, STORES, Form, Option, Options
 from cache_server.egress.addresses import check_name, parse_address, parse_host
 
 _MAX_NUMBER = 1_000_000

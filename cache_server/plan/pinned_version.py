@@ -14,8 +14,8 @@ from functools import cached_property
 
 import pyarrow as pa
 
+from cache_protocol.datasets.dataset_spec import DatasetSpec
 from cache_protocol.errors import LoadError
-from cache_protocol.spec.dataset_spec import DatasetSpec
 from cache_protocol.storage.layout import Layout, schema_from_bytes
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server import tables

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 
 import pyarrow as pa
 
+from cache_protocol.datasets.dataset_spec import DatasetSpec
 from cache_protocol.errors import RequestError
-from cache_protocol.spec.dataset_spec import DatasetSpec
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.plan.pinned_version import PinnedVersion
 from cache_server.plan.shard_plan import ShardPlan, with_contents

@@ -20,8 +20,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cache_protocol.errors import NodeUnavailableError, NotReadyError
 from cache_protocol.v1 import cache_pb2 as pb
+from cache_protocol.wire.channels import open_channel
 from cache_protocol.wire.credentials import NO_CREDENTIALS, TLS_SCHEME, Credentials
-from cache_protocol.wire.grpc_channel import open_channel
 from cache_server.shards import told_names
 
 _TIMEOUT_S = 2.0

@@ -23,7 +23,7 @@ from cache_protocol.errors import (
     UnauthenticatedError,
     to_proto,
 )
-from cache_protocol.wire.grpc_channel import ERROR_TRAILER
+from cache_protocol.wire.channels import ERROR_TRAILER
 from cache_server.auth.authenticator import Authenticator, Caller
 from cache_server.auth.verbs import is_open
 

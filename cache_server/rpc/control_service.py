@@ -22,18 +22,18 @@ import grpc
 import pyarrow as pa
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from cache_protocol.datasets.dataset_spec import DatasetSpec
 from cache_protocol.errors import CacheError, ConfigError, RequestError
-from cache_protocol.spec.dataset_spec import DatasetSpec
 from cache_protocol.storage.layout import schema_from_bytes
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.v1 import cache_pb2_grpc
+from cache_protocol.wire.channels import MAX_MESSAGE_BYTES
 from cache_protocol.wire.credentials import NO_CREDENTIALS, Credentials
-from cache_protocol.wire.grpc_channel import MAX_MESSAGE_BYTES
-from cache_protocol.wire.short_shards import shorten_shards
+from cache_protocol.wire.load_progress import shorten_shards
 from cache_server.auth.authenticator import Authenticator, Caller
 from cache_server.auth.principals import Viewer
 from cache_server.coordination.coordinator import Coordinator
-from cache_server.coordination.writes import Chosen, require_small_schema
+from cache_server.coordination.versions.writes import Chosen, require_small_schema
 from cache_server.jobs.job import MOST_RANKS
 from cache_server.rpc import planning_slots
 from cache_server.rpc.callbacks import Callbacks, member_service

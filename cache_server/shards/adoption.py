@@ -9,11 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from cache_protocol.errors import ConfigError, InvalidTicketError
-from cache_protocol.storage import piece_digests
 from cache_protocol.storage.shard_files import (
     MANIFEST,
     MappedShard,
     SealedShard,
+    checksum_of,
     read_manifest,
     shard_file_name,
 )
@@ -111,7 +111,7 @@ def _map_sound(path: Path, sealed: SealedShard) -> MappedShard:
     if size != sealed.num_bytes:
         raise ValueError(f"{size} bytes instead of {sealed.num_bytes}")
     digests = file_digests(path)
-    checksum = piece_digests.checksum(digests)
+    checksum = checksum_of(digests)
     if checksum != sealed.checksum:
         raise ValueError(f"checksum {checksum} instead of {sealed.checksum}")
     shard = MappedShard(replace(sealed, digests=digests), path)

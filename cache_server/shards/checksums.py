@@ -1,4 +1,4 @@
-"""The digests of a shard file, from which its checksum follows: see `piece_digests`.
+"""The digests of a shard file, from which its checksum follows: see `shard_files`.
 
 A shard is written at several places at once. Each piece is hashed while its bytes are still in the
 processor's caches, so the file is not read again.
@@ -13,8 +13,11 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from cache_protocol.storage import piece_digests
-from cache_protocol.storage.piece_digests import PIECE_BYTES
+from cache_protocol.storage.shard_files import (
+    PIECE_BYTES,
+    checksum_of,
+    piece_digest,
+)
 
 
 class _Piece(NamedTuple):
@@ -65,12 +68,12 @@ class PieceDigests:
             else:
                 piece = memoryview(buffer)[: stop - start]
                 _read_at(handle, piece, start)
-                found.append(piece_digests.digest(piece))
+                found.append(piece_digest(piece))
         return b"".join(found)
 
     def checksum(self, handle: int) -> str:
         """The checksum of the open file; see `joined`."""
-        return piece_digests.checksum(self.joined(handle))
+        return checksum_of(self.joined(handle))
 
 
 def file_digests(path: Path) -> bytes:
@@ -89,7 +92,7 @@ def file_checksum(path: Path) -> str:
     Raises:
         OSError: it cannot be read.
     """
-    return piece_digests.checksum(file_digests(path))
+    return checksum_of(file_digests(path))
 
 
 def _read_at(handle: int, target: memoryview, at: int) -> None:

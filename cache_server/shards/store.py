@@ -34,12 +34,12 @@ from cache_protocol.errors import (
     LoadError,
     NodeUnavailableError,
 )
-from cache_protocol.storage import piece_digests
 from cache_protocol.storage.layout import Layout
 from cache_protocol.storage.shard_files import (
     MANIFEST,
     MappedShard,
     SealedShard,
+    checksum_of,
     shard_file_name,
 )
 from cache_server.shards import adoption, manifest, node_name, told_names
@@ -235,7 +235,7 @@ class ShardStore:
             else:
                 write_shard_file(temporary, batch)
                 digests = file_digests(temporary)
-            size_of_file, checksum = temporary.stat().st_size, piece_digests.checksum(digests)
+            size_of_file, checksum = temporary.stat().st_size, checksum_of(digests)
             return SealedShard(index, batch.num_rows, size_of_file, checksum, nulls or {}, digests)
 
         return self._keep(key, index, temporary, size, write)
@@ -264,7 +264,7 @@ class ShardStore:
                     file.write(chunk)
                 file.flush()
                 joined = digests.joined(file.fileno())
-            if piece_digests.checksum(joined) != sealed.checksum:
+            if checksum_of(joined) != sealed.checksum:
                 raise NodeUnavailableError(
                     f"shard {sealed.index} of {key.dataset!r} did not arrive as it was sealed"
                 )

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import re
 
+from cache_protocol.datasets.dataset_names import is_dataset_name
 from cache_protocol.errors import InvalidTicketError
-from cache_protocol.spec.dataset_names import is_dataset_name
 from cache_server.shards.version_key import VersionKey
 
 MAX_SHARDS = 1_000_000  # of one version

@@ -9,9 +9,9 @@ import socket
 from collections.abc import Iterable, Mapping, Sequence
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
+from cache_protocol.datasets.dataset_spec import DatasetSpec
+from cache_protocol.datasets.secret_settings import CATALOG_PREFIX
 from cache_protocol.errors import RequestError
-from cache_protocol.spec.dataset_spec import DatasetSpec
-from cache_protocol.spec.secret_settings import CATALOG_PREFIX
 from cache_server.source.pinned import PinnedTable, Split
 
 _URI = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")

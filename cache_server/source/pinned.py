@@ -67,7 +67,7 @@ class PinnedTable:
 
     Attributes:
         name: in the query.
-        format: one of `cache_protocol.spec.dataset_spec.FORMATS`.
+        format: one of `cache_protocol.datasets.dataset_spec.FORMATS`.
         schema: every column, as the query sees them.
         options: public settings of the store or catalogue.
         snapshot: identifies this state of the table, in the form of its format.

@@ -32,9 +32,9 @@ from datafusion import (
     udf,
 )
 
-from cache_protocol.cli.sizes import size
+from cache_protocol.cli.output import size
+from cache_protocol.datasets.dataset_spec import TABLE
 from cache_protocol.errors import LoadError
-from cache_protocol.spec.dataset_spec import TABLE
 from cache_server.source.pinned import (
     GIVEN,
     UNDER_NULLS,

@@ -20,8 +20,8 @@ import pyarrow as pa
 from datafusion import DataFrame, SessionContext
 from datafusion.unparser import Dialect, Unparser
 
+from cache_protocol.datasets.dataset_spec import TABLE
 from cache_protocol.errors import RequestError
-from cache_protocol.spec.dataset_spec import TABLE
 from cache_server.source.pinned import Condition, no_rows
 from cache_server.sql import ignored_sql, sql_process
 from cache_server.sql.bounded import is_unbounded

@@ -13,8 +13,8 @@ from functools import lru_cache
 import numpy as np
 import pyarrow as pa
 
+from cache_protocol.datasets.dataset_spec import TABLE
 from cache_protocol.errors import CacheError, RequestError
-from cache_protocol.spec.dataset_spec import TABLE
 from cache_server.source.pinned import no_rows
 from cache_server.sql.bounded import first_unbounded
 from cache_server.sql.ignored_sql import are_paired, bare

@@ -21,8 +21,8 @@ from datafusion import (
     SQLOptions,
 )
 
+from cache_protocol.datasets.dataset_spec import TABLE
 from cache_protocol.errors import RequestError
-from cache_protocol.spec.dataset_spec import TABLE
 from cache_server.source.pinned import no_rows
 from cache_server.sql import exactness
 from cache_server.sql.exactness import Mode

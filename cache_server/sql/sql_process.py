@@ -23,7 +23,7 @@ from typing import IO, Any
 
 import pyarrow as pa
 
-from cache_protocol.cli.sizes import size
+from cache_protocol.cli.output import size
 from cache_protocol.errors import CacheError, from_proto
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.sql import sql_program

@@ -13,9 +13,9 @@ from typing import cast
 
 import pyarrow as pa
 
+from cache_protocol.datasets.dataset_spec import FILE_SUFFIXES, TableSpec
+from cache_protocol.datasets.secret_settings import CATALOG_PREFIX
 from cache_protocol.errors import RequestError, missing_package
-from cache_protocol.spec.dataset_spec import FILE_SUFFIXES, TableSpec
-from cache_protocol.spec.secret_settings import CATALOG_PREFIX
 from cache_server.source.pinned import Pin, PinnedTable, Split
 from cache_server.tables import files, plain_files
 

@@ -24,8 +24,8 @@ import pyarrow.parquet as pq
 from deltalake import DeltaTable
 from deltalake.fs import DeltaStorageHandler
 
+from cache_protocol.datasets.dataset_spec import TableSpec
 from cache_protocol.errors import LoadError, RequestError
-from cache_protocol.spec.dataset_spec import TableSpec
 from cache_protocol.storage.layout import GUESSED_VALUE_BYTES
 from cache_server.object_stores.client import kind_of
 from cache_server.object_stores.connections import settings_for_delta

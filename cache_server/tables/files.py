@@ -22,10 +22,10 @@ from urllib.parse import urlsplit
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from cache_protocol.datasets.column_types import parse_type
+from cache_protocol.datasets.dataset_spec import FILE_SUFFIXES, TYPED_FORMATS, TableSpec
+from cache_protocol.datasets.values import is_text
 from cache_protocol.errors import LoadError, RequestError
-from cache_protocol.spec.column_types import parse_type
-from cache_protocol.spec.dataset_spec import FILE_SUFFIXES, TYPED_FORMATS, TableSpec
-from cache_protocol.spec.values import is_text
 from cache_server import object_stores
 from cache_server.source.pinned import (
     BY_ARROW,

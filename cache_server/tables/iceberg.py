@@ -38,8 +38,8 @@ from pyiceberg.table.refs import MAIN_BRANCH, SnapshotRefType
 from pyiceberg.transforms import IdentityTransform
 from pyiceberg.types import IcebergType, ListType, MapType, NestedField, StructType
 
+from cache_protocol.datasets.dataset_spec import TableSpec
 from cache_protocol.errors import LoadError, RequestError
-from cache_protocol.spec.dataset_spec import TableSpec
 from cache_protocol.storage.layout import GUESSED_VALUE_BYTES
 from cache_server.source.pinned import Condition, Pin, PinnedTable, SourceFile, Split, source_column
 from cache_server.tables import footers, lake, plain_files

@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 from pyiceberg.catalog import AVAILABLE_CATALOGS, Catalog, CatalogType
 from pyiceberg.catalog.rest import RestCatalog
 
-from cache_protocol.errors import RequestError
-from cache_protocol.spec.secret_settings import CATALOG_PREFIX
-from cache_protocol.spec.source_options import (
+from cache_protocol.datasets.secret_settings import CATALOG_PREFIX
+from cache_protocol.datasets.source_options import (
     CATALOGS,
     HEADER_PREFIX,
     STORES,
@@ -23,6 +22,7 @@ from cache_protocol.spec.source_options import (
     Option,
     Options,
 )
+from cache_protocol.errors import RequestError
 from cache_server.object_stores.options import checked, known, lent_settings
 from cache_server.secrets.redaction import redacted
 from cache_server.tables.iceberg_files import OF_STORES, StoreFiles, lent_to_stores, made_for

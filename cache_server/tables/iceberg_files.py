@@ -15,8 +15,8 @@ import pyarrow as pa
 import pyiceberg.io
 from pyiceberg.io import FileIO, InputFile, OutputFile
 
+from cache_protocol.datasets.source_options import STORES
 from cache_protocol.errors import LoadError, RequestError
-from cache_protocol.spec.source_options import STORES
 from cache_server.object_stores.client import Location, ObjectClient, kind_of
 from cache_server.object_stores.connections import client_for
 from cache_server.object_stores.options import lent_settings, store_settings

@@ -13,7 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from cache_protocol.wire.dataset_states import STATE_NAMES
+from cache_protocol.wire.load_progress import STATE_NAMES
 from cache_server.node.status import CacheStatus, NodeStatus
 
 

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from urllib.parse import quote
 
-from cache_protocol.cli.sizes import size
+from cache_protocol.cli.output import size
 from cache_protocol.v1 import cache_pb2 as pb
-from cache_protocol.wire.dataset_states import state_name
+from cache_protocol.wire.load_progress import state_name
 from cache_server.node.status import CacheStatus, NodeStatus
 from cache_server.web.charts import bar, grouped, heat_map, line_chart
 

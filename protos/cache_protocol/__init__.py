@@ -2,8 +2,8 @@
 
     errors      the error tree, and its mapping to the wire
     v1/         code generated from ``protos/cache/v1/cache.proto``
-    spec/       what a user asks for
-    wire/       the control plane: channels, states, retries, progress of loads
+    datasets/   what a user asks for
+    wire/       the control plane: channels, credentials, progress of loads
     storage/    shard files and their layout in memory
     cli/        output of both commands
 

@@ -33,8 +33,8 @@ from cache_client import (
 from cache_protocol.errors import CacheError, from_proto
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.v1 import cache_pb2_grpc
+from cache_protocol.wire.channels import ERROR_TRAILER
 from cache_protocol.wire.credentials import Credentials
-from cache_protocol.wire.grpc_channel import ERROR_TRAILER
 from cache_server.auth.principals import Principal, Role
 from cache_server.auth.verbs import ROLES
 from cache_server.config import NodeConfig

@@ -28,7 +28,7 @@ from cache_protocol.errors import (
     from_proto,
 )
 from cache_protocol.v1 import cache_pb2 as pb
-from cache_protocol.wire import local_tokens
+from cache_protocol.wire.credentials import find_token
 from cache_server import LocalCluster
 from tests.conftest import numbered_table, write_numbered
 from tests.flight_clients import connect
@@ -869,7 +869,7 @@ def test_a_request_that_is_no_arrow_stream_is_refused_by_name(served: Served) ->
     header = ROW_SCHEMA.serialize().to_pybytes()[8:]
     descriptor = command(gather_request(served).SerializeToString()).serialize()
     messages = [_of_length(1, descriptor) + _of_length(2, header), _of_length(2, b"garbage" * 9)]
-    token = local_tokens.find(served.cluster.endpoint)
+    token = find_token(served.cluster.endpoint)
     with grpc.insecure_channel(served.cluster.endpoint.removeprefix("grpc://")) as channel:
         call = channel.stream_stream("/arrow.flight.protocol.FlightService/DoExchange", None, None)
         with pytest.raises(grpc.RpcError) as caught:

@@ -12,8 +12,8 @@ import pyarrow as pa
 import pyarrow.flight as flight
 import pytest
 
+from cache_protocol.datasets.dataset_spec import DatasetSpec
 from cache_protocol.errors import CacheError, RequestError, from_proto
-from cache_protocol.spec.dataset_spec import DatasetSpec
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.v1.cache_pb2_grpc import CoordinatorStub
 from cache_server.coordination.environment_load import EnvironmentLoad

@@ -23,7 +23,8 @@ from cache_client import (
     UnauthenticatedError,
 )
 from cache_client.job import ranks
-from cache_protocol.wire import local_tokens
+from cache_protocol.wire import credentials
+from cache_protocol.wire.credentials import find_token
 from cache_server import LocalCluster
 from tests.certificates import Authority
 from tests.conftest import write_numbered
@@ -216,10 +217,10 @@ def test_a_certificate_alone_says_who_calls(
 def test_a_local_cluster_has_a_token_that_only_its_user_finds() -> None:
     with LocalCluster(1) as cluster:
         assert cluster.token is not None and cluster.token not in repr(cluster)
-        assert local_tokens.find(cluster.endpoint) == cluster.token
+        assert find_token(cluster.endpoint) == cluster.token
         assert ranks.find_credentials(cluster.endpoint).token == cluster.token
         assert cluster.token not in repr(ranks.find_credentials(cluster.endpoint))
-        directory = local_tokens._directory()
+        directory = credentials._directory()
         mode = (
             directory.stat().st_mode
             | (directory / cluster.endpoint.rpartition(":")[2]).stat().st_mode
@@ -230,7 +231,7 @@ def test_a_local_cluster_has_a_token_that_only_its_user_finds() -> None:
             CacheClient(cluster.endpoint, token="guessed").datasets()
         assert CacheClient(cluster.endpoint).datasets() == []
         endpoint = cluster.endpoint
-    assert local_tokens.find(endpoint) is None
+    assert find_token(endpoint) is None
 
 
 def test_bad_credentials_are_named_and_never_quoted(

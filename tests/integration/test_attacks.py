@@ -16,7 +16,7 @@ import pytest
 from cache_client import CacheClient, CacheIterableDataset, DatasetSpec
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.v1 import cache_pb2_grpc
-from cache_server.coordination.membership import MAX_HEARTBEAT_BYTES, MAX_MEMBERS_OF_HOST
+from cache_server.coordination.members import membership
 from cache_server.local import LocalNode
 from tests.answering_control import answering_control
 from tests.conftest import write_numbered
@@ -104,7 +104,9 @@ def test_heartbeats_of_a_stolen_token_stop_no_reader(node: LocalNode, control: s
     claim = lie.datasets.add(dataset="t", fingerprint=info.fingerprint, attempt=0)
     claim.shards.add(index=0, sealed=True, num_rows=1, checksum="x", rows_fixed=True)
     large = false_node(id="large", control_location=control)
-    large.datasets.add(dataset="t", fingerprint="f00", failure="x" * (MAX_HEARTBEAT_BYTES + 1))
+    large.datasets.add(
+        dataset="t", fingerprint="f00", failure="x" * (membership.MAX_HEARTBEAT_BYTES + 1)
+    )
     for report, code in (
         (lie, grpc.StatusCode.OK),
         (
@@ -156,12 +158,12 @@ def test_a_node_that_does_not_answer_at_its_address_takes_no_place(
             assert heartbeat(node, false_node(id=f"dead-{number}", **fields), token("node")) is code
     assert {n.id for n in admin.nodes() if n.alive} == lives
 
-    for number in range(MAX_MEMBERS_OF_HOST + 10):
+    for number in range(membership.MAX_MEMBERS_OF_HOST + 10):
         fake = false_node(id=f"fake-{number}", control_location=control)
         code = heartbeat(node, fake, token("node"))
         assert code in (grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT)
     assert code is grpc.StatusCode.INVALID_ARGUMENT
-    assert len(admin.nodes()) <= MAX_MEMBERS_OF_HOST + 2
+    assert len(admin.nodes()) <= membership.MAX_MEMBERS_OF_HOST + 2
     arguments = ["--coordinator", node.control_location, "--bind", "127.0.0.2"]
     arguments += ["--auth-tokens", str(node.cache_dir.parent / "tokens.json")]
     honest = LocalNode(tmp_path / "honest", arguments, token("node"))

@@ -11,8 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 from deltalake import DeltaTable, write_deltalake
 
+from cache_protocol.datasets.dataset_spec import DatasetSpec, TableSpec
 from cache_protocol.errors import LoadError, RequestError
-from cache_protocol.spec.dataset_spec import DatasetSpec, TableSpec
 from cache_protocol.storage.layout import Layout
 from cache_server.tables import delta
 from tests.delta_logs import commit, delete_by_vector, protocol

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from cache_protocol.spec.dataset_spec import DatasetSpec
+from cache_protocol.datasets.dataset_spec import DatasetSpec
 from tests.load_here import load_here
 
 PART_ROWS = 900

@@ -18,7 +18,7 @@ import pyarrow.flight as flight
 import pytest
 
 import cache_client.control.client
-import cache_protocol.wire.grpc_channel
+import cache_protocol.wire.channels
 from cache_client import (
     CacheClient,
     CacheError,
@@ -30,7 +30,7 @@ from cache_client import (
 )
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server import LocalCluster
-from cache_server.coordination.placement import place
+from cache_server.coordination.members import placement
 from cache_server.local import LocalNode
 from cache_server.plan.pinned_version import plan_version
 from tests.conftest import write_numbered
@@ -346,7 +346,7 @@ def test_a_coordinator_that_hangs_is_noticed_by_who_watches_a_load_without_a_lim
     source: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(cache_protocol.wire.grpc_channel, "_KEEPALIVE_MS", 1_000)
+    monkeypatch.setattr(cache_protocol.wire.channels, "_KEEPALIVE_MS", 1_000)
     errors: list[Exception] = []
 
     def watch() -> None:
@@ -440,7 +440,7 @@ def test_a_split_that_ends_two_nodes_is_given_to_no_other(
             spec = DatasetSpec("t", f"{server}/t.jsonl", target_shard_bytes=target_shard_bytes)
             with closing(plan_version(spec)) as planned:
                 fingerprint = planned.version.key.fingerprint
-            ((first, second),) = place(fingerprint, 1, members, 2)
+            ((first, second),) = placement.place(fingerprint, 1, members, 2)
             if coordinator.node_id not in (first, second):
                 break
         with pytest.raises(

@@ -43,8 +43,8 @@ from pyiceberg.types import (
 )
 from pyroaring import BitMap
 
+from cache_protocol.datasets.dataset_spec import DatasetSpec, TableSpec
 from cache_protocol.errors import LoadError, RequestError
-from cache_protocol.spec.dataset_spec import DatasetSpec, TableSpec
 from cache_protocol.storage.layout import Layout
 from cache_server.source.pinned import Condition
 from cache_server.tables import iceberg, iceberg_catalogs, iceberg_lookup

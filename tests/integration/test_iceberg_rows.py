@@ -40,7 +40,7 @@ from pyiceberg.types import (
     TimestamptzType,
 )
 
-from cache_protocol.spec.dataset_spec import DatasetSpec
+from cache_protocol.datasets.dataset_spec import DatasetSpec
 from cache_server.source.pinned import Condition
 from cache_server.tables import iceberg
 from tests.iceberg_tables import (

@@ -15,7 +15,7 @@ import pytest
 from deltalake import write_deltalake
 
 from cache_client import CacheClient
-from cache_protocol.spec.dataset_spec import DatasetSpec
+from cache_protocol.datasets.dataset_spec import DatasetSpec
 from cache_server import LocalCluster
 from cache_server.node import staging
 from cache_server.plan import pinned_version

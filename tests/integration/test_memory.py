@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from cache_client import CacheClient, CacheIterableDataset, DatasetSpec
-from cache_protocol.cli.sizes import size
+from cache_protocol.cli.output import size
 from cache_protocol.storage.memory_budget import loading_bytes, loads_at_once, shard_bytes
 from cache_server import LocalCluster
 from tests.env_cache import EnvNode, clean_environ

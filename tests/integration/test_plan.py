@@ -20,7 +20,7 @@ from pyiceberg.catalog.sql import SqlCatalog
 from cache_client import CacheClient, CacheIterableDataset, DatasetSpec, __main__
 from cache_client.cli import display
 from cache_client.control import forecast as control_forecast
-from cache_protocol.cli.sizes import size
+from cache_protocol.cli.output import size
 from cache_protocol.errors import ConfigError, LoadError, RequestError
 from cache_protocol.storage.layout import Layout
 from cache_protocol.storage.memory_budget import load_bytes

@@ -16,8 +16,8 @@ import adbc_driver_postgresql.dbapi as adbc
 import pyarrow as pa
 import pytest
 
+from cache_protocol.datasets.dataset_spec import DatasetSpec, TableSpec
 from cache_protocol.errors import CacheError, LoadError, RequestError
-from cache_protocol.spec.dataset_spec import DatasetSpec, TableSpec
 from cache_protocol.storage.layout import GUESSED_VALUE_BYTES
 from cache_server.plan.pinned_version import plan_version
 from cache_server.shards.packing import storage_schema

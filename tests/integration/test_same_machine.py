@@ -17,8 +17,7 @@ from cache_client.flight import connections, routing
 from cache_client.order import order as ordering
 from cache_client.reading import local_shards
 from cache_protocol.storage.shard_files import MANIFEST, NODE_ID_FILE
-from cache_protocol.wire import local_tokens
-from cache_protocol.wire.credentials import Credentials
+from cache_protocol.wire.credentials import Credentials, find_token
 from cache_server import LocalCluster
 from tests.conftest import numbered_table, rows_of, write_numbered
 
@@ -53,7 +52,7 @@ def shard_files(nodes: LocalCluster, node: int) -> list[Path]:
 
 
 def plan(nodes: LocalCluster) -> routing.ShardMap:
-    credentials = Credentials(token=local_tokens.find(nodes.endpoint))
+    credentials = Credentials(token=find_token(nodes.endpoint))
     with connections.Connection(nodes.endpoint, credentials) as connection:
         return connection.read_plan("table", "", (), 10.0)
 

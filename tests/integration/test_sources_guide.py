@@ -35,8 +35,8 @@ from pyiceberg.table.sorting import SortOrder
 from pyiceberg.types import LongType, NestedField
 
 from cache_client import CacheClient, DatasetSpec
+from cache_protocol.datasets.dataset_spec import FORMATS
 from cache_protocol.errors import CacheError
-from cache_protocol.spec.dataset_spec import FORMATS
 from cache_server import LocalCluster
 from tests.object_store import ACCESS_KEY_ID, REGION, SECRET_ACCESS_KEY, S3Server, _backend
 from tests.postgres_server import PASSWORD, PostgresServer, database, postgres_server  # noqa: F401

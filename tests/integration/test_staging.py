@@ -16,8 +16,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from cache_protocol.datasets.dataset_spec import DatasetSpec, TableSpec
 from cache_protocol.errors import LoadError
-from cache_protocol.spec.dataset_spec import DatasetSpec, TableSpec
 from cache_server.node import staging
 from cache_server.source.pinned import PinnedTable
 from cache_server.sql import loader

@@ -23,6 +23,6 @@ def _levels_are_restored() -> Iterator[None]:
 def test_the_log_level_applies_to_both_packages_of_a_node_and_to_no_library() -> None:
     _set_up_logging("debug")
 
-    for name in ("cache_server.node.node", "cache_protocol.wire.load_watch"):
+    for name in ("cache_server.node.node", "cache_protocol.wire.load_progress"):
         assert logging.getLogger(name).isEnabledFor(logging.DEBUG)
     assert not logging.getLogger("library.of.no.test").isEnabledFor(logging.INFO)

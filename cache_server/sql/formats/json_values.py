@@ -10,7 +10,7 @@ from decimal import Decimal
 
 import pyarrow as pa
 
-from cache_protocol.spec.values import is_text
+from cache_protocol.datasets.values import is_text
 from cache_server.source.pinned import GIVEN
 from cache_server.sql.formats.json_lines import LineError, Number, quoted
 from cache_server.sql.formats.text_values import read_value, remedy, wider_type

@@ -72,7 +72,7 @@ def read_column(texts: pa.Array, dtype: pa.DataType) -> pa.Array:
 
     Args:
         texts: of type string.
-        dtype: one that `cache_protocol.spec.column_types` knows, not a list.
+        dtype: one that `cache_protocol.datasets.column_types` knows, not a list.
 
     Raises:
         MisfitError: for the first string that is not a value of the type.

@@ -16,8 +16,8 @@ from urllib.parse import quote, unquote, urlsplit
 import adbc_driver_postgresql.dbapi as adbc
 import pyarrow as pa
 
+from cache_protocol.datasets.source_options import POSTGRES, RELATION
 from cache_protocol.errors import CacheError, LoadError, RequestError
-from cache_protocol.spec.source_options import POSTGRES, RELATION
 from cache_server.object_stores.options import checked, known
 from cache_server.secrets.redaction import redacted
 from cache_server.sql.quoting import literal

@@ -30,9 +30,9 @@ from dataclasses import asdict, dataclass
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from cache_protocol.datasets.dataset_spec import TableSpec
+from cache_protocol.datasets.source_options import POSTGRES
 from cache_protocol.errors import LoadError, RequestError
-from cache_protocol.spec.dataset_spec import TableSpec
-from cache_protocol.spec.source_options import POSTGRES
 from cache_server.object_stores.options import known
 from cache_server.source.pinned import Pin, PinnedTable, Split
 from cache_server.sql.quoting import identifier

@@ -1,1 +1,1 @@
-"""Output that both commands share: sizes, loads, ``--version``."""
+"""Output that both commands share."""

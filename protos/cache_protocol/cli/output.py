@@ -1,4 +1,4 @@
-"""Standard output of both commands, with failed writes as one-line errors."""
+"""What both commands print: checked writes, sizes, ``--version``."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from typing import Any, TextIO, cast
 
 from cache_protocol.errors import CacheError
@@ -76,3 +77,25 @@ class _Output:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+
+def size(num_bytes: int) -> str:
+    """A number of bytes with a unit, such as ``1.5 MiB``."""
+    size = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if round(size, 1) < 1024:
+            return f"{size:.1f} {unit}" if unit != "B" else f"{num_bytes} B"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def version_option(program: str) -> Any:
+    """The option that prints the version of ``program`` and exits; for `typing.Annotated`."""
+    import typer  # here, because nodes and readers print sizes alone
+
+    def show(wanted: bool) -> None:
+        if wanted:
+            typer.echo(f"{program} {version('trainer-data-cache')}")
+            raise typer.Exit
+
+    return typer.Option("--version", is_eager=True, callback=show, help="Show the version.")

@@ -4,6 +4,9 @@
     <cache_dir>/<dataset>/<fingerprint>/shard-00007.arrow     one Arrow IPC file, one record batch
     <cache_dir>/<dataset>/<fingerprint>/manifest.jsonl        two lines for each sealed shard
 
+The checksum of a file is XXH3-128 of the digests of its pieces of 1 MiB, in order. So a part of a
+file can be checked against the checksum of the whole.
+
 Only files in the manifest count. This module only reads; `cache_server.shards.store` writes.
 """
 
@@ -17,12 +20,12 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import xxhash
 
-from cache_protocol.storage import piece_digests
 from cache_protocol.storage.layout import Layout, Matrix, as_matrix, equal_lists, pool_matrix
 from cache_protocol.storage.offsets import Level, levels_of, rows_are_sound, run_is_sound
 from cache_protocol.storage.row_index import Ids
@@ -33,6 +36,27 @@ logger = logging.getLogger(__name__)
 MANIFEST = "manifest.jsonl"
 NODE_ID_FILE = ".node-id"
 _DIGESTS, _LINE = "digests", "line"
+PIECE_BYTES = 1024 * 1024
+DIGEST_BYTES = 16
+
+
+def piece_digest(piece: Any) -> bytes:
+    """The digest of a piece, a buffer of at most `PIECE_BYTES`."""
+    return xxhash.xxh3_128_digest(piece)
+
+
+def checksum_of(digests: bytes) -> str:
+    """The checksum of a file, in hexadecimal digits.
+
+    Args:
+        digests: of its pieces, joined.
+    """
+    return xxhash.xxh3_128_hexdigest(digests)
+
+
+def num_pieces(num_bytes: int) -> int:
+    """How many pieces a file of ``num_bytes`` has."""
+    return -(-num_bytes // PIECE_BYTES)
 
 
 @dataclass(frozen=True)
@@ -210,17 +234,17 @@ class MappedShard:
 
     def _check_pieces(self, start: int, stop: int) -> None:
         """Compares the pieces that hold some bytes of the file."""
-        size = piece_digests.DIGEST_BYTES
+        size = DIGEST_BYTES
         stop = min(stop, self.file.size)
-        for index in range(start // piece_digests.PIECE_BYTES, piece_digests.num_pieces(stop)):
+        for index in range(start // PIECE_BYTES, num_pieces(stop)):
             known = self.sealed.digests[index * size : (index + 1) * size]
-            if piece_digests.digest(self.piece(index)) != known:
+            if piece_digest(self.piece(index)) != known:
                 raise ValueError(f"piece {index} has another checksum")
 
     def piece(self, index: int) -> memoryview:
-        """A piece of the file; see `piece_digests`."""
-        start = index * piece_digests.PIECE_BYTES
-        return memoryview(self._bytes)[start : start + piece_digests.PIECE_BYTES]
+        """A piece of the file; see `piece_digest`."""
+        start = index * PIECE_BYTES
+        return memoryview(self._bytes)[start : start + PIECE_BYTES]
 
     def offset(self, index: int) -> int:
         """The byte offset in the file of the rows of packed or matrix column ``index``."""

@@ -1,1 +1,1 @@
-"""The control plane, as both ends use it: channels, states, retries, progress of loads."""
+"""The control plane, as both ends use it: channels, credentials, progress of loads."""

@@ -1,15 +1,26 @@
-"""What a process shows to a cache: a token, and its side of TLS. Never shown or logged."""
+"""What a process shows to a cache: a token, and its side of TLS. Never shown or logged.
+
+`LocalCluster` publishes its token; every process of the same user and machine finds it, as
+Jupyter's tools find their servers. Other users cannot read the directory.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import logging
+import os
+import re
+import stat
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 from cache_protocol.errors import ConfigError
-from cache_protocol.wire.reloaded_file import ReloadedFile
+
+logger = logging.getLogger(__name__)
 
 TLS_SCHEME = "grpc+tls://"
 _VARIABLES = {
@@ -19,6 +30,57 @@ _VARIABLES = {
     "tls_cert": "CACHE_TLS_CERT",
     "tls_key": "CACHE_TLS_KEY",
 }
+_LOOPBACK = re.compile(r"(?:grpc(?:\+tcp)?://)?(?:127\.0\.0\.1|localhost):(\d+)/?")
+
+_T = TypeVar("_T")
+
+
+class ReloadedFile(Generic[_T]):
+    """The parsed content of a file. Thread-safe without a lock, which a fork could leave taken.
+
+    A change that cannot be read or parsed is logged once; the last good content stays.
+
+    Args:
+        path: looked at with every call of `value`.
+        parse: raises ValueError for bad content; its message must quote no secret.
+
+    Raises:
+        ConfigError: the file cannot be read or parsed now; names it.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], parse: Callable[[str], _T]) -> None:
+        self._path = Path(path)
+        self._parse = parse
+        try:
+            self._seen = self._look()
+            self._value = self._read()
+        except OSError as error:
+            raise ConfigError(f"cannot read {self._path}: {error.strerror}") from None
+        except ValueError as error:
+            raise ConfigError(f"{self._path}: {error}") from None
+
+    def value(self) -> _T:
+        """The newest content that could be parsed."""
+        try:
+            seen: object = self._look()
+        except OSError as error:
+            seen = error.errno
+        if seen != self._seen:
+            self._seen = seen
+            try:
+                self._value = self._read()
+                logger.info("file read again path=%s", self._path)
+            except (OSError, ValueError) as error:
+                reason = error.strerror if isinstance(error, OSError) else error
+                logger.error("file not read again path=%s reason=%s", self._path, reason)
+        return self._value
+
+    def _look(self) -> object:
+        found = self._path.stat()
+        return found.st_mtime_ns, found.st_size, found.st_ino
+
+    def _read(self) -> _T:
+        return self._parse(self._path.read_text(encoding="utf-8"))
 
 
 class TlsFiles(NamedTuple):
@@ -101,3 +163,67 @@ def _parse_token(text: str) -> str:
 
 
 NO_CREDENTIALS = Credentials()
+
+
+def publish_token(token: str, *locations: str) -> None:
+    """Makes the token of a cluster known, until this process ends or withdraws it.
+
+    Raises:
+        ConfigError: the directory is another user's, or cannot be written.
+    """
+    directory = _directory()
+    try:
+        directory.mkdir(mode=0o700, exist_ok=True)
+        if not _is_private(directory):
+            raise ConfigError(f"{directory} must be a directory that only you can use: remove it")
+        for location in locations:
+            path = _file(location)
+            assert path is not None, location
+            temporary = path.with_suffix(f".{os.getpid()}")
+            temporary.unlink(missing_ok=True)
+            temporary.touch(0o600, exist_ok=False)
+            temporary.write_text(json.dumps({"pid": os.getpid(), "token": token}), "utf-8")
+            temporary.replace(path)
+    except OSError as error:
+        raise ConfigError(f"cannot write to {directory}: {error.strerror}") from None
+
+
+def withdraw_token(*locations: str) -> None:
+    """Removes what `publish_token` wrote."""
+    for path in map(_file, locations):
+        if path is not None:
+            with suppress(OSError):
+                path.unlink()
+
+
+def find_token(location: str) -> str | None:
+    """The token of the local cluster at a location; None if there is none."""
+    path = _file(location)
+    if path is None or not _is_private(path.parent):
+        return None
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        os.kill(found["pid"], 0)  # a killed process leaves its file, and its port may be reused
+        return str(found["token"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+
+
+def _directory() -> Path:
+    of_user = Path(f"/run/user/{os.getuid()}")
+    if os.access(of_user, os.W_OK):
+        return of_user / "data-cache"
+    return Path(f"/tmp/data-cache-{os.getuid()}")
+
+
+def _file(location: str) -> Path | None:
+    found = _LOOPBACK.fullmatch(location)
+    return _directory() / found[1] if found else None
+
+
+def _is_private(directory: Path) -> bool:
+    try:
+        found = directory.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077

@@ -38,7 +38,7 @@ from tenacity import (
 from urllib3.exceptions import HTTPError
 
 from cache_protocol.errors import CacheError, ConfigError, NotReadyError
-from cache_protocol.wire.backoff import backoff
+from cache_protocol.wire.channels import backoff
 from cache_runtimes.initializer.cache_health import may_pass
 from cache_runtimes.initializer.plan import TRAINER_GROUP, TRAINER_VERSION, Json, Kind
 

@@ -20,7 +20,8 @@
     CACHE_FAILURE_GRACE_S             30            see `Settings.failure_grace_s`
     CACHE_PROGRESS_S                  5             the longest silence of the log while it waits
 
-`cache_protocol.spec.job_settings` has the variables of the dataset. An empty variable is absent.
+`cache_protocol.datasets.job_settings` has the variables of the dataset. An empty variable is
+absent.
 """
 
 from __future__ import annotations
@@ -34,8 +35,13 @@ from pathlib import Path
 
 from kubernetes.utils.quantity import parse_quantity
 
+from cache_protocol.datasets.job_settings import (
+    OF_ACCESS,
+    VARIABLES,
+    asks_for_dataset,
+    spec_from_env,
+)
 from cache_protocol.errors import ConfigError
-from cache_protocol.spec.job_settings import OF_ACCESS, VARIABLES, asks_for_dataset, spec_from_env
 from cache_protocol.storage.memory_budget import MIN_SHARD_BYTES, shard_bytes
 
 DEFAULT_CLUSTER_SIZE = 3

@@ -16,8 +16,8 @@ import pytest
 from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
+from cache_protocol.datasets.dataset_spec import DatasetSpec
 from cache_protocol.errors import LoadError, RequestError
-from cache_protocol.spec.dataset_spec import DatasetSpec
 from cache_server.object_stores import download, expand, read_tail
 from cache_server.tables.files import find_files
 from tests.integration.object_stores.conftest import MIB, PARQUET

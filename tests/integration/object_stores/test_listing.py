@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from cache_protocol.datasets.dataset_spec import DatasetSpec
 from cache_protocol.errors import LoadError, RequestError
-from cache_protocol.spec.dataset_spec import DatasetSpec
 from cache_server.object_stores import download, expand, is_remote, root_of
 from cache_server.tables.files import find_files
 from tests.integration.object_stores.conftest import PARQUET, found, one

@@ -11,8 +11,8 @@ from typing import ClassVar
 
 import pytest
 
+from cache_protocol.datasets.dataset_spec import DatasetSpec
 from cache_protocol.errors import LoadError, RequestError
-from cache_protocol.spec.dataset_spec import DatasetSpec
 from cache_server.object_stores import download, expand, read_tail
 from cache_server.source.pinned import SourceFile
 from cache_server.tables import pin

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from cache_protocol.datasets.dataset_names import full_name, namespace_of
 from cache_protocol.errors import PermissionDeniedError
-from cache_protocol.spec.dataset_names import full_name, namespace_of
 from cache_server.auth.principals import ANYONE, Principal, Role, Viewer
 
 TEAM_A = Viewer("team-a", sees_all=False)

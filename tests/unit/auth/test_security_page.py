@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from cache_protocol.spec.dataset_spec import DatasetSpec
+from cache_protocol.datasets.dataset_spec import DatasetSpec
 from cache_protocol.wire.credentials import NO_CREDENTIALS
 from cache_runtimes import MANIFESTS
 from cache_server.auth.authenticator import Authenticator

@@ -26,9 +26,8 @@ from cache_protocol.errors import ConfigError, DatasetNotFoundError, StaleVersio
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.auth.principals import ANYONE, Principal
 from cache_server.coordination.coordinator import Coordinator
-from cache_server.coordination.holder_checks import Outcome
-from cache_server.coordination.placement import place
-from cache_server.coordination.shard_holders import ShardHolders
+from cache_server.coordination.holdings import holder_checks, shard_holders
+from cache_server.coordination.members import placement
 from cache_server.shards.version_key import VersionKey
 from tests.conftest import write_numbered
 from tests.fake_nodes import LEASE_S, TIMEOUT_S, Clock, FakeNode, make_coordinator, spec
@@ -189,7 +188,10 @@ class AnyOrder(RuleBasedStateMachine):
     ) -> None:
         for version in self.coordinator._versions.values():
             view = self.coordinator._holdings(version)
-            kept, found = view._holders, ShardHolders(version, self.coordinator._checks)
+            kept, found = (
+                view._holders,
+                shard_holders.ShardHolders(version, self.coordinator._checks),
+            )
             found.update({node_id: report.actual for node_id, report in kept.reports.items()})
             assert kept.reports.keys() == self.coordinator._membership.alive()
             for what in ("saying", "holding", "serving", "reports"):
@@ -235,7 +237,7 @@ class AnyOrder(RuleBasedStateMachine):
     ) -> pb.HeartbeatResponse:
         self.coordinator.heartbeat(request, by=by or ANYONE)
         while (check := self.coordinator.next_check(0.0)) is not None:
-            self.coordinator.apply_check(check, Outcome.MATCHES)
+            self.coordinator.apply_check(check, holder_checks.Outcome.MATCHES)
         answer = self.coordinator.heartbeat(request, by=by or ANYONE)
         self._equals_a_fresh_answer(request, answer)
         self.said[request.node.id] = self.clock.now, request
@@ -279,7 +281,7 @@ class AnyOrder(RuleBasedStateMachine):
         before = self._homes()
         for key, homes in before.items():
             replicas = self.coordinator.get(key.dataset, key.fingerprint).spec.replicas
-            assert homes == place(key.fingerprint, FILES, NODES, replicas)
+            assert homes == placement.place(key.fingerprint, FILES, NODES, replicas)
 
         self.coordinator_starts_again()
         self._settle()

@@ -7,8 +7,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from cache_protocol.datasets.dataset_spec import DatasetSpec
 from cache_protocol.errors import LoadError
-from cache_protocol.spec.dataset_spec import DatasetSpec
 from cache_server.coordination.catalogue import Catalogue, CatalogueEntry, SealedSummary
 from cache_server.plan.pinned_version import PinnedVersion, plan_version
 from cache_server.shards.version_key import VersionKey

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from cache_protocol.datasets.dataset_spec import DatasetSpec
 from cache_protocol.errors import LoadError
-from cache_protocol.spec.dataset_spec import DatasetSpec
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.auth.principals import Viewer
 from cache_server.coordination.catalogue import Catalogue, CatalogueLog, SealedSummary

@@ -8,9 +8,9 @@ import pytest
 
 from cache_protocol.errors import DatasetNotFoundError, StaleVersionError, from_proto
 from cache_protocol.v1 import cache_pb2 as pb
-from cache_server.coordination import orphans
 from cache_server.coordination.catalogue import Catalogue
 from cache_server.coordination.coordinator import Coordinator
+from cache_server.coordination.versions import orphans
 from cache_server.shards.version_key import VersionKey
 from tests.fake_nodes import (
     FILES,

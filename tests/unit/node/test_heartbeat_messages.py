@@ -10,8 +10,8 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from cache_protocol.datasets.dataset_spec import DatasetSpec
 from cache_protocol.errors import InvalidTicketError
-from cache_protocol.spec.dataset_spec import DatasetSpec
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.node import heartbeat_messages
 from cache_server.node.desired import DesiredShard, DesiredVersion, LoadPlan, ShardCopy

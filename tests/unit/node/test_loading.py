@@ -7,8 +7,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from cache_protocol.datasets.dataset_spec import DatasetSpec
 from cache_protocol.errors import LoadError
-from cache_protocol.spec.dataset_spec import DatasetSpec
 from cache_protocol.storage.memory_budget import load_bytes
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.node.desired import DesiredShard

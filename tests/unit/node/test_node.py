@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from cache_protocol.datasets.dataset_spec import DatasetSpec
 from cache_protocol.errors import (
     DatasetNotFoundError,
     LoadError,
@@ -25,13 +26,12 @@ from cache_protocol.errors import (
     RequestError,
     StaleVersionError,
 )
-from cache_protocol.spec.dataset_spec import DatasetSpec
 from cache_protocol.storage.shard_files import Selection
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.wire.credentials import Credentials
 from cache_server.coordination.catalogue import Catalogue
 from cache_server.coordination.coordinator import Coordinator
-from cache_server.coordination.membership import Membership
+from cache_server.coordination.members import membership
 from cache_server.node import loading, version_state
 from cache_server.node import node as node_module
 from cache_server.node.desired import DesiredShard
@@ -400,7 +400,7 @@ def test_a_shard_over_the_memory_limit_fails_the_load_and_removes_what_was_writt
 def room_is_awaited(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Set while a node was lost, or came back, a moment ago."""
     lately = threading.Event()
-    monkeypatch.setattr(Membership, "is_stable", lambda _: not lately.is_set())
+    monkeypatch.setattr(membership.Membership, "is_stable", lambda _: not lately.is_set())
     lately.set()
     return lately
 

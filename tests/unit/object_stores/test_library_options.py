@@ -17,8 +17,7 @@ from urllib.parse import urlsplit
 import obstore
 import pytest
 
-from cache_protocol.errors import RequestError
-from cache_protocol.spec.source_options import (
+from cache_protocol.datasets.source_options import (
     CATALOGS,
     GOOGLE_KEY,
     POSTGRES,
@@ -28,6 +27,7 @@ from cache_protocol.spec.source_options import (
     Options,
     is_public,
 )
+from cache_protocol.errors import RequestError
 from cache_server.object_stores.options import checked, known, lent_settings, store_settings
 
 PROGRAM, FILE = "subprocess.Popen", "/etc/hostname"

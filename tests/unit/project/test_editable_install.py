@@ -21,7 +21,7 @@ pytestmark = [
 
 PROGRAM = """
 from cache_client import CacheClient
-from cache_protocol.spec.dataset_spec import DatasetSpec
+from cache_protocol.datasets.dataset_spec import DatasetSpec
 from cache_protocol.v1.cache_pb2 import DatasetInfo
 from cache_runtimes.local.supported import check_supported
 from cache_server import LocalCluster

@@ -81,7 +81,7 @@ def test_every_source_without_its_library_names_its_extra(tmp_path: Path) -> Non
     program = (
         "import sys\n"
         "from cache_protocol.errors import RequestError\n"
-        "from cache_protocol.spec.dataset_spec import TableSpec\n"
+        "from cache_protocol.datasets.dataset_spec import TableSpec\n"
         "from cache_server import tables\n"
         "found = []\n"
     ) + "".join(
@@ -99,7 +99,7 @@ def test_every_source_without_its_library_names_its_extra(tmp_path: Path) -> Non
 def test_the_hub_without_the_filesystem_of_fsspec_names_its_extra(tmp_path: Path) -> None:
     what, extra, table = SOURCES["fsspec"]
     program = (
-        "from cache_protocol.spec.dataset_spec import TableSpec\n"
+        "from cache_protocol.datasets.dataset_spec import TableSpec\n"
         f"from cache_server import tables\ntables.pin({table})"
     )
     line = run_without(tmp_path, ("huggingface_hub",), "-c", program)

@@ -51,14 +51,13 @@ PURE_MODULES = (
     "cache_server/source/hidden_names.py",
     "cache_server/source/lake_folders.py",
     "cache_server/source/saved_datasets.py",
-    "cache_server/coordination/ended_nodes.py",
-    "cache_server/coordination/holder_checks.py",
-    "cache_server/coordination/load_log.py",
+    "cache_server/coordination/members/ended_nodes.py",
+    "cache_server/coordination/holdings/holder_checks.py",
     "cache_server/tables/common_types.py",
     "cache_server/shards/null_advice.py",
     "cache_server/sql/ignored_sql.py",
     "cache_server/sql/lineage.py",
-    "cache_server/coordination/placement.py",
+    "cache_server/coordination/members/placement.py",
     "cache_server/jobs/history.py",
     "cache_server/jobs/ranks.py",
     "cache_server/jobs/shares.py",
@@ -85,14 +84,12 @@ PURE_MODULES = (
     "cache_server/tables/postgres/ranges.py",
     "protos/cache_protocol/storage/layout.py",
     "protos/cache_protocol/storage/offsets.py",
-    "protos/cache_protocol/storage/piece_digests.py",
     "protos/cache_protocol/storage/memory_budget.py",
-    "protos/cache_protocol/spec/dataset_names.py",
-    "protos/cache_protocol/spec/values.py",
+    "protos/cache_protocol/datasets/dataset_names.py",
+    "protos/cache_protocol/datasets/values.py",
     "protos/cache_protocol/storage/row_index.py",
-    "protos/cache_protocol/spec/secret_settings.py",
-    "protos/cache_protocol/spec/source_options.py",
-    "protos/cache_protocol/cli/sizes.py",
+    "protos/cache_protocol/datasets/secret_settings.py",
+    "protos/cache_protocol/datasets/source_options.py",
     "runtimes/cache_runtimes/initializer/plan.py",
     "runtimes/cache_runtimes/diagnosis/findings.py",
     "runtimes/cache_runtimes/initializer/cache_health.py",
@@ -276,12 +273,12 @@ BARRIERS = (
     ),
     Barrier("cache_server", "torch"),
     Barrier("protos/cache_protocol", "torch"),
-    # Training scripts seed it: pauses by chance are those of `cache_protocol.wire.backoff`.
+    # Training scripts seed it: pauses by chance are those of `cache_protocol.wire.channels`.
     *(
         Barrier(
             room,
             module,
-            ("protos/cache_protocol/wire/backoff.py", "runtimes/cache_runtimes/local/run.py"),
+            ("protos/cache_protocol/wire/channels.py", "runtimes/cache_runtimes/local/run.py"),
         )
         for room in ROOMS
         for module in (
@@ -304,23 +301,64 @@ ENVIRONMENT_READERS = (
 ENVIRONMENT_FUNCTION = "from_env"
 
 
-# Each room of the client, and the rooms that it imports: only ones above it in this table.
-CLIENT_ROOMS = {
-    "order": (),
-    "flight": ("order",),
-    "job": ("order",),
-    "views": ("order",),
-    "reading": ("flight",),
-    "writing": ("flight", "reading"),
-    "batches": ("job", "reading"),
-    "epochs": ("order", "flight", "reading"),
-    "control": ("order", "flight", "job", "reading", "writing"),
-    "view_options": ("order", "flight", "job", "views", "reading", "batches"),
-    "training": (
-        *("order", "flight", "job", "views", "reading", "batches", "epochs", "view_options"),
-    ),
-    "engines": ("writing", "control"),
-    "cli": ("order", "control"),
+# Each room of a folder, and the rooms that it imports: only ones above it in its table.
+HOUSES: dict[str, dict[str, tuple[str, ...]]] = {
+    "cache_client": {
+        "order": (),
+        "flight": ("order",),
+        "job": ("order",),
+        "views": ("order",),
+        "reading": ("flight",),
+        "writing": ("flight", "reading"),
+        "batches": ("job", "reading"),
+        "epochs": ("order", "flight", "reading"),
+        "control": ("order", "flight", "job", "reading", "writing"),
+        "view_options": ("order", "flight", "job", "views", "reading", "batches"),
+        "training": (
+            *("order", "flight", "job", "views", "reading", "batches", "epochs", "view_options"),
+        ),
+        "engines": ("writing", "control"),
+        "cli": ("order", "control"),
+    },
+    "cache_server": {
+        "auth": (),
+        "egress": (),
+        "secrets": (),
+        "source": (),
+        "config": ("auth",),
+        "setting_options": ("config",),
+        "sql": ("source",),
+        "shards": ("secrets", "sql"),
+        "object_stores": ("egress", "secrets", "source"),
+        "tables": ("object_stores", "secrets", "source", "sql"),
+        "plan": ("shards", "source", "sql", "tables"),
+        "jobs": ("auth",),
+        "coordination": ("auth", "jobs", "plan", "secrets", "shards", "source", "sql"),
+        "node": (
+            *("auth", "coordination", "jobs", "object_stores", "plan", "secrets", "shards"),
+            *("source", "sql", "tables"),
+        ),
+        "rpc": ("auth", "coordination", "jobs", "node", "secrets", "shards"),
+        "web": ("auth", "node"),
+        "local": ("config", "node"),
+        "server": (*("auth", "config", "coordination", "node", "rpc", "shards", "source", "web"),),
+    },
+    "cache_server/coordination": {
+        "catalogue": (),
+        "members": ("catalogue",),
+        "versions": ("catalogue", "members"),
+        "holdings": ("members", "versions"),
+        "coordinator": ("catalogue", "members", "versions", "holdings"),
+        "environment_load": ("coordinator",),
+    },
+    "protos/cache_protocol": {
+        "v1": (),
+        "errors": ("v1",),
+        "datasets": ("errors", "v1"),
+        "storage": ("errors",),
+        "wire": ("errors", "v1"),
+        "cli": ("errors", "wire"),
+    },
 }
 MOST_ENTRIES = 16  # of the client's folder
 
@@ -527,18 +565,21 @@ def test_no_room_imports_a_room_that_imports_it_in_turn() -> None:
     tuple(graphlib.TopologicalSorter(arrows).static_order())
 
 
-def test_the_rooms_of_the_client_import_what_the_table_says_and_no_room_below_it() -> None:
-    found: dict[str, set[str]] = {room: set() for room in CLIENT_ROOMS}
-    for file in python_files("cache_client"):
-        room = Path(file).parts[1]
-        if room in ("__init__.py", "__main__.py"):
+@pytest.mark.parametrize("folder", HOUSES)
+def test_rooms_import_what_the_table_says_and_no_room_below_them(folder: str) -> None:
+    table = HOUSES[folder]
+    package = folder.removeprefix("protos/").replace("/", ".")
+    imported: dict[str, set[str]] = {}
+    for file in python_files(folder):
+        room = Path(file).relative_to(folder).with_suffix("").parts[0]
+        if room in ("__init__", "__main__"):
             continue  # the faces of the package
-        uses = [use.name.split(".") for use in uses_of(file) if use.is_import]
-        below = {use[1] for use in uses if use[0] == "cache_client" and use[1:2] != [room]}
-        found[room] |= below & CLIENT_ROOMS.keys()
-    assert found == {room: set(below) for room, below in CLIENT_ROOMS.items()}
-    rooms = list(CLIENT_ROOMS)
-    for room, below in CLIENT_ROOMS.items():
+        names = (use.name for use in uses_of(file) if use.is_import and use.within(package))
+        below = {name.removeprefix(package).split(".")[1] for name in names if name != package}
+        imported.setdefault(room, set()).update(below & table.keys() - {room})
+    assert imported == {room: set(below) for room, below in table.items()}
+    rooms = list(table)
+    for room, below in table.items():
         assert {*below} <= {*rooms[: rooms.index(room)]}, f"{room} imports a room below it"
 
 
@@ -671,7 +712,7 @@ def test_a_folder_that_is_let_in_is_all_of_it_and_nothing_else() -> None:
         ("from .store import Shard", "cache_server.shards", "cache_server.shards.store.Shard"),
         (
             "from ..errors import CacheError",
-            "cache_protocol.spec",
+            "cache_protocol.datasets",
             "cache_protocol.errors.CacheError",
         ),
     ],
@@ -687,7 +728,7 @@ def test_relative_imports_are_resolved(source: str, package: str, name: str) -> 
         "from pathlib import Path",
         "import pyarrow.parquet as pq",
         "from cache_client import reader",
-        "from cache_protocol import spec",
+        "from cache_protocol import datasets",
         "import cache_protocol.v1.cache_pb2",
         "open('x')",
         "import numpy as np\nnp.load('x')",

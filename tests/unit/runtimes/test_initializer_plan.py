@@ -15,8 +15,8 @@ from kubernetes.client import (
     V1StatefulSet,
 )
 
+from cache_protocol.datasets.job_settings import spec_from_env
 from cache_protocol.errors import CacheError, ConfigError, LoadError, NodeUnavailableError
-from cache_protocol.spec.job_settings import spec_from_env
 from cache_protocol.storage.memory_budget import shard_bytes
 from cache_runtimes import MANIFESTS
 from cache_runtimes.initializer.cache_health import Severity, assess, is_disrupted, lacks_pods

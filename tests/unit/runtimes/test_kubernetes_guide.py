@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 import cache_runtimes
-from cache_protocol.spec.job_settings import VARIABLES
+from cache_protocol.datasets.job_settings import VARIABLES
 from cache_runtimes.initializer.settings import from_env
 from cache_runtimes.local import read_manifests, render
 from cache_runtimes.local.pods import pods

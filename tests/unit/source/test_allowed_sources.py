@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from cache_protocol.datasets.dataset_spec import DatasetSpec
 from cache_protocol.errors import RequestError
-from cache_protocol.spec.dataset_spec import DatasetSpec
 from cache_server.plan.pinned_version import plan_version
 from cache_server.source.allowed_sources import AllowedSources
 from tests.conftest import write_numbered

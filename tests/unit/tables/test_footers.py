@@ -9,8 +9,8 @@ import pyarrow.parquet as pq
 import pyarrow.parquet.encryption as encryption
 import pytest
 
+from cache_protocol.datasets.dataset_spec import DatasetSpec
 from cache_protocol.errors import LoadError
-from cache_protocol.spec.dataset_spec import DatasetSpec
 from cache_server.tables import files, footers
 
 ROWS = 40

@@ -6,7 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from cache_protocol.spec.dataset_spec import DatasetSpec
+from cache_protocol.datasets.dataset_spec import DatasetSpec
 from cache_server.plan.pinned_version import plan_version
 from cache_server.shards.packing import storage_schema
 from cache_server.tables import files as sources

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from cache_protocol.datasets.dataset_spec import DatasetSpec
 from cache_protocol.errors import CacheError, LoadError
-from cache_protocol.spec.dataset_spec import DatasetSpec
 from cache_server.plan.pinned_version import plan_version
 from cache_server.source.pinned import PinnedTable
 from cache_server.sql import loader

@@ -16,8 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cache_protocol.datasets.column_types import parse_type
 from cache_protocol.errors import LoadError
-from cache_protocol.spec.column_types import parse_type
 from cache_server.source.pinned import GIVEN, PinnedTable
 from cache_server.sql.formats.text_values import MisfitError, is_value, read_column, read_value
 from cache_server.sql.loader import read_split

@@ -1,0 +1,1 @@
+"""What the nodes hold of each version, and whose claim to hold it counts."""

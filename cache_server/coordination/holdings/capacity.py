@@ -1,0 +1,83 @@
+"""Refuses loads that cannot fit on the nodes, where the sizes are known beforehand."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Set
+
+from cache_protocol.errors import LoadError
+from cache_protocol.v1 import cache_pb2 as pb
+from cache_server.coordination.holdings.holdings import Holdings
+from cache_server.coordination.members.membership import Member
+from cache_server.coordination.members.placement import nodes_needed
+from cache_server.shards.version_key import VersionKey
+
+
+def check_capacity(
+    wanted: Holdings,
+    others: Iterable[Holdings],
+    members: Mapping[str, Member],
+    *,
+    alive: Collection[str],
+    will_be_removed: Callable[[VersionKey, pb.ActualDataset], bool],
+) -> None:
+    """Refuses a version that cannot fit beside stored shards and running loads.
+
+    Args:
+        wanted: the version to add; a version of unknown size is accepted.
+        others: the versions that stay.
+        members: all nodes.
+        alive: ids of the nodes that answer.
+        will_be_removed: whether a node is about to remove a version, which makes room.
+
+    Raises:
+        LoadError: names the node that is too small, the number of nodes needed, and lost nodes.
+    """
+    sizes = wanted.shard_bytes()
+    if sizes is None:
+        return
+    spec = wanted.version.pinned.spec
+    awaited: Counter[str] = Counter()
+    for other in others:
+        awaited.update(other.missing_bytes())
+    for node_id, needed in sorted(wanted.missing_bytes().items()):
+        limit = members[node_id].node.memory_limit_bytes
+        stored = _lasting_bytes(members[node_id], will_be_removed)
+        if not limit or stored + awaited[node_id] + needed <= limit:
+            continue
+        loading = f" and waits for {awaited[node_id]}" if awaited[node_id] else ""
+        nodes = nodes_needed(sizes, spec.replicas, limit) or "smaller shards: no number of"
+        raise LoadError(
+            f"dataset {spec.name!r} cannot fit: it puts about {needed} bytes on node "
+            f"{node_id}, which holds {stored}{loading} of its memory limit of {limit}; the dataset "
+            f"is about {sum(sizes)} bytes with replicas={spec.replicas} and needs {nodes} "
+            f"nodes of that limit{_are_lost(members.keys() - alive)}"
+        )
+
+
+def _are_lost(node_ids: Set[str]) -> str:
+    names = ", ".join(sorted(node_ids))
+    if len(node_ids) > 1:
+        return f"; nodes {names} are lost"
+    return f"; node {names} is lost" if names else ""
+
+
+def _lasting_bytes(
+    member: Member, will_be_removed: Callable[[VersionKey, pb.ActualDataset], bool]
+) -> int:
+    """Stored bytes of a node, without the versions that it is about to remove.
+
+    Versions may share a file. Shards of one version never do, even if they are the same.
+    """
+    staying: set[str] = set()
+    going: Counter[tuple[str, int]] = Counter()
+    for key, actual in member.actual.items():
+        files = Counter((s.checksum, s.num_bytes) for s in actual.shards if s.sealed)
+        if will_be_removed(key, actual):
+            going |= files
+        else:
+            staying.update(checksum for checksum, _ in files)
+    removed = sum(
+        size * count for (checksum, size), count in going.items() if checksum not in staying
+    )
+    return max(0, member.node.stored_bytes - removed)

@@ -1,0 +1,1 @@
+"""The nodes: which exist and answer, and which shards each should hold."""

@@ -1,0 +1,93 @@
+"""The nodes that placements follow, looked at again only as often as placing can keep up.
+
+To place 100,000 shards on 1,000 nodes takes seconds, and each node that joins, leaves or comes back
+changes the result. When very many do so at once, they are placed in groups.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from cache_server.coordination.members.membership import Membership
+from cache_server.coordination.members.placement import place
+
+_TIMES_PLACING = 5  # so placing takes at most a fifth of the time
+_LONGEST_WAIT_S = 60.0
+_UNNOTICED_S = 0.05  # no rest after less
+
+
+@dataclass
+class PlacingTime:
+    """How long placements took since the nodes were looked at.
+
+    Attributes:
+        took_s: of a processor; a machine that is busy with something else does not count.
+    """
+
+    took_s: float = 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class Cluster:
+    """The members at one moment; another object when one joins, leaves, is lost or comes back.
+
+    Attributes:
+        names: ids of all members, sorted.
+        alive: ids of those that answer.
+        spent: takes the time of placements.
+    """
+
+    names: tuple[str, ...]
+    alive: frozenset[str]
+    spent: PlacingTime = field(default_factory=PlacingTime)
+
+    def place(
+        self,
+        fingerprint: str,
+        num_shards: int,
+        replicas: int,
+        wanted: Sequence[Sequence[str]] = (),
+    ) -> tuple[tuple[str, ...], ...]:
+        """The nodes that should hold each shard; see `placement.place`."""
+        used_s = time.thread_time()
+        placement = place(
+            fingerprint, num_shards, self.names, replicas, alive=self.alive, wanted=wanted
+        )
+        self.spent.took_s += time.thread_time() - used_s
+        return placement
+
+
+class Clusters:
+    """Looks at the members for placements. One thread at a time.
+
+    Args:
+        clock: seconds of real time.
+    """
+
+    def __init__(
+        self, membership: Membership, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._membership = membership
+        self._clock = clock
+        self._cluster = Cluster((), frozenset())
+        self._looked_at = -math.inf
+
+    def look(self) -> Cluster:
+        """The members that placements follow now: those of this moment, or of a moment ago."""
+        names, alive = self._membership.names(), self._membership.alive()
+        if names is self._cluster.names and alive is self._cluster.alive:
+            return self._cluster
+        took_s = self._cluster.spent.took_s
+        wait_s = _TIMES_PLACING * took_s if took_s > _UNNOTICED_S else 0.0
+        now = self._clock()
+        if now - self._looked_at >= min(wait_s, _LONGEST_WAIT_S):
+            self._cluster = Cluster(names, alive)
+            self._looked_at = now
+        return self._cluster
+
+    def look_again(self) -> None:
+        """Lets the next `look` see the members of that moment."""
+        self._cluster = Cluster((), frozenset())

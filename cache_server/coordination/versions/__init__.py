@@ -1,0 +1,1 @@
+"""The versions of datasets: planned, written, ready, failed and dropped."""

@@ -1,0 +1,428 @@
+"""The state of one version in the coordinator."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from itertools import islice
+
+from cache_protocol.errors import CacheError, LoadError, PermissionDeniedError
+from cache_protocol.storage.row_index import row_starts
+from cache_protocol.v1 import cache_pb2 as pb
+from cache_server.auth.principals import Principal, Role
+from cache_server.coordination.catalogue import (
+    Catalogue,
+    CatalogueEntry,
+    CatalogueLog,
+    SealedSummary,
+)
+from cache_server.coordination.members.ended_nodes import WHOLE_QUERY, EndedNodes
+from cache_server.coordination.versions.writes import ChosenRows
+from cache_server.plan.pinned_version import PinnedVersion
+from cache_server.plan.shard_plan import same_shards
+from cache_server.shards.version_key import VersionKey
+from cache_server.source.pinned import Pin
+
+logger = logging.getLogger(__name__)
+
+_MOST_NAMED = 3  # splits in a message
+_GROWTH = 4  # each group has at least a fourth as many shards as all groups before it
+
+
+@dataclass(frozen=True)
+class SealedGroups:
+    """The log of one load of a version. Immutable.
+
+    Groups grow with the load: the first is as small as possible, and a version of many shards has
+    few groups.
+
+    Args:
+        log_id: random name: another load of the same rows has another log.
+        groups: indices of shards, ascending in each group.
+
+    Attributes:
+        num_shards: in all groups.
+    """
+
+    log_id: str
+    groups: tuple[tuple[int, ...], ...] = ()
+    num_shards: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_shards", sum(map(len, self.groups)))
+
+    def next_group(self, sealed: Set[int], num_shards: int) -> tuple[int, ...]:
+        """The shards of the next group; empty while too few are sealed, or none is left.
+
+        Args:
+            sealed: every sealed shard of the version.
+            num_shards: of the version.
+        """
+        new = len(sealed) - self.num_shards
+        if new <= 0 or (new * _GROWTH < self.num_shards and len(sealed) < num_shards):
+            return ()
+        return tuple(sorted(set(sealed).difference(*self.groups)))
+
+    def extended(self, group: tuple[int, ...]) -> SealedGroups:
+        """The log with one more group."""
+        return SealedGroups(self.log_id, (*self.groups, group))
+
+
+@dataclass
+class SealedSums:
+    """Sums over the sealed shards of a version.
+
+    Attributes:
+        nulls: see `SealedSummary`.
+    """
+
+    num_shards: int = 0
+    num_rows: int = 0
+    num_bytes: int = 0
+    nulls: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass
+class VersionRecord:
+    """One version, as planned and as the nodes report it.
+
+    Attributes:
+        pins: keep the source unchanged; closed after the last split was read.
+        result_shards: number of shards of a whole query; None until it has run.
+        last_used: time of the last read; None if there was none.
+        asked_at: time of the request; None for a version from before a restart.
+        owner: the principal that asked for the load.
+        waiting: node -> the shards without a record that it holds.
+        contradicted: the nodes that hold shards other than those of the record.
+        put_by: shard -> the node whose put it is, until that node has moved it.
+        is_failure_saved: the failure is in the catalogue.
+        ended: the nodes that ended while they loaded shards of it.
+        notes: what the load changed, for people; not in the catalogue.
+        base: an earlier version that has some of its shards too; it may be forgotten meanwhile.
+        reused: shard -> the shard of ``base`` with the same content.
+        homes: the nodes that had the content of each shard before; empty: none had any.
+        changes: counted, so that a view of the version tells whether it is outdated.
+        log: the groups in which its shards were sealed.
+    """
+
+    pinned: PinnedVersion
+    created: int
+    secrets: pb.Secrets = field(default_factory=pb.Secrets)
+    pins: tuple[Pin, ...] = ()
+    sealed: dict[int, SealedSummary] = field(default_factory=dict)
+    failure: CacheError | None = None
+    attempt: int = 0
+    was_ready: bool = False
+    result_shards: int | None = None
+    last_used: float | None = None
+    asked_at: float | None = None
+    is_failure_saved: bool = False
+    ended: EndedNodes = field(default_factory=EndedNodes)
+    notes: set[str] = field(default_factory=set)
+    owner: str = ""
+    waiting: dict[str, frozenset[int]] = field(default_factory=dict)
+    contradicted: set[str] = field(default_factory=set)
+    put_by: dict[int, str] = field(default_factory=dict)
+    base: VersionKey | None = None
+    reused: Mapping[int, int] = field(default_factory=dict)
+    homes: Sequence[Sequence[str]] = ()
+    changes: int = 0
+    log: SealedGroups = field(default_factory=lambda: SealedGroups(secrets.token_hex(8)))
+    _row_starts: tuple[int, ...] | None = field(default=None, init=False, repr=False)
+    _sums: SealedSums = field(default_factory=SealedSums, init=False, repr=False)
+
+    @classmethod
+    def from_catalogue(cls, entry: CatalogueEntry) -> VersionRecord:
+        """A version from before a restart."""
+        has_run = entry.was_ready or bool(entry.sealed)
+        version = cls(
+            entry.pinned,
+            entry.created,
+            sealed=dict(enumerate(entry.sealed)),
+            failure=entry.failure,
+            attempt=entry.attempt,
+            was_ready=entry.was_ready,
+            result_shards=len(entry.sealed) if has_run else None,
+            is_failure_saved=entry.failure is not None,
+            owner=entry.owner,
+            homes=entry.homes,
+        )
+        if entry.log is not None:
+            version.log = SealedGroups(entry.log.log_id, entry.log.groups)
+            for index, sealed in entry.log.sealed.items():
+                version.sealed.setdefault(index, sealed)
+        return version
+
+    @classmethod
+    def written(
+        cls, rows: ChosenRows, created: int, *, attempt: int, asked_at: float, owner: str
+    ) -> VersionRecord:
+        """A version of rows that nodes hold already; `reuse` must follow if it has others."""
+        first = len(rows.version.shards or ()) - len(rows.shards)
+        sealed = (
+            SealedSummary(shard.num_rows, shard.num_bytes, shard.checksum, dict(shard.nulls))
+            for shard in rows.shards
+        )
+        return cls(
+            rows.version,
+            created,
+            sealed=dict(enumerate(sealed, first)),
+            attempt=attempt,
+            asked_at=asked_at,
+            owner=owner,
+            put_by=dict(enumerate(rows.node_ids, first)),
+        )
+
+    def reuse(self, base: VersionRecord, placement: Sequence[Sequence[str]] = ()) -> None:
+        """Takes over the shards that an earlier version has too: they are known to be sealed.
+
+        Args:
+            placement: of ``base``; empty: `homes` stay.
+        """
+        self.base = base.pinned.key
+        self.reused = same_shards(self.pinned.shards or (), base.pinned.shards or ())
+        for index, other in self.reused.items():
+            self.sealed.setdefault(index, base.sealed[other])
+        if placement:
+            self.homes = tuple(
+                placement[self.reused[index]] if index in self.reused else ()
+                for index in range(self.num_shards or 0)
+            )
+
+    def save(self, catalogue: Catalogue) -> None:
+        """Writes the version to the catalogue.
+
+        Raises:
+            LoadError: it cannot be written; the entry before stays.
+        """
+        sealed: list[SealedSummary] = []
+        if self.row_starts() is not None:
+            sealed = [self.sealed[index] for index in range(self.num_shards or 0)]
+        try:
+            catalogue.write(
+                self.pinned,
+                self.attempt,
+                sealed,
+                self.created,
+                was_ready=self.was_ready,
+                failure=self.failure,
+                owner=self.owner,
+                homes=self.homes,
+            )
+        except OSError as error:
+            raise LoadError(
+                f"cannot write the catalogue entry of {self.pinned.spec.name!r}: {error.strerror}"
+            ) from None
+
+    def save_failure(self, catalogue: Catalogue) -> None:
+        """Writes a failure to the catalogue, unless it was written before."""
+        if self.failure is None or self.is_failure_saved:
+            return
+        try:
+            self.save(catalogue)
+            self.is_failure_saved = True
+        except LoadError as error:  # matters only after a restart
+            logger.error("failure not written reason=%s", error)
+
+    def extend_log(self, catalogue: Catalogue) -> bool:
+        """Writes the next group of shards to the log, if there is one; returns whether it did.
+
+        The shards of a whole query are all made at once: they are one group, once it has been
+        served. A group that cannot be written is no part of the log.
+        """
+        if self.num_shards is None or (self.pinned.shards is None and not self.was_ready):
+            return False
+        group = self.log.next_group(self.sealed.keys(), self.num_shards)
+        if not group:
+            return False
+        longer = self.log.extended(group)
+        sealed = {index: self.sealed[index] for each in longer.groups for index in each}
+        written = CatalogueLog(longer.log_id, self.attempt, longer.groups, sealed)
+        try:
+            catalogue.write_log(self.pinned.key, written)
+        except OSError as error:
+            logger.error("log of a load not written reason=%s", error.strerror)
+            return False
+        self.log = longer
+        return True
+
+    def log_message(self) -> pb.LoadLog:
+        """The log for readers."""
+        message = pb.LoadLog(id=self.log.log_id, closed=self.log.num_shards == self.num_shards)
+        for group in self.log.groups:
+            message.groups.add(
+                shards=group, num_rows=[self.sealed[index].num_rows for index in group]
+            )
+        if (starts := self.row_starts()) is not None:
+            message.num_rows = starts[-1]
+        elif self.pinned.keeps_every_row:
+            message.num_rows = self.pinned.max_rows
+        return message
+
+    @property
+    def num_shards(self) -> int | None:
+        """Number of shards; None before a whole query has run."""
+        return self.result_shards if self.pinned.shards is None else len(self.pinned.shards)
+
+    @property
+    def lacks_secrets(self) -> bool:
+        """Whether its source needs secrets that the coordinator does not have."""
+        return self.pinned.has_secrets and not self.secrets.tables
+
+    def require_secrets(self, given: pb.Secrets, by: Principal) -> None:
+        """Refuses a caller that does not know the secrets of another principal's version.
+
+        Raises:
+            PermissionDeniedError: names the dataset and its owner.
+        """
+        if Role.ADMIN in by.roles or self.may_be_read(given, by.name):
+            return
+        raise PermissionDeniedError(
+            f"dataset {self.pinned.spec.name!r} of {self.owner or 'its node'!r} was loaded with "
+            "other credentials: give the same ones, or load it under another name"
+        )
+
+    def may_be_read(self, given: pb.Secrets, name: str) -> bool:
+        """Whether a principal may have the rows for another version: it could load them too."""
+        is_own = name == self.owner or (bool(given.tables) and given == self.secrets)
+        return is_own or not self.pinned.has_secrets
+
+    def row_starts(self) -> tuple[int, ...] | None:
+        """First row id of each shard, and the total; None until every shard was sealed once."""
+        if self._row_starts is None and len(self.sealed) == self.num_shards:
+            self._row_starts = row_starts(
+                [self.sealed[i].num_rows for i in range(len(self.sealed))]
+            )
+        return self._row_starts
+
+    def sealed_sums(self) -> SealedSums:
+        """The sums over ``sealed``, to which shards are only added; do not change them."""
+        for shard in islice(self.sealed.values(), self._sums.num_shards, None):
+            self._sums.num_shards += 1
+            self._sums.num_rows += shard.num_rows
+            self._sums.num_bytes += shard.num_bytes
+            self._sums.nulls.update(shard.nulls)
+        return self._sums
+
+    def release(self) -> None:
+        """Closes the pins of the source."""
+        for pin in self.pins:
+            pin.close()
+        self.pins = ()
+
+    def apply_report(
+        self, actual: pb.ActualDataset, node_id: str, may_record: Callable[[int | None], bool]
+    ) -> set[int]:
+        """Applies a node's report of this attempt: sealed shards and failures.
+
+        The first report of a shard makes its record: every other one is compared with it.
+
+        Args:
+            may_record: whether the node is believed about a shard, or about the whole query.
+
+        Returns:
+            The shards whose record it made.
+        """
+        self.notes.update(actual.notes)
+        if actual.failure and not self.was_ready:
+            self.fail(self.load_error(actual.failure))
+        if actual.HasField("num_shards") and self.result_shards is None and may_record(WHOLE_QUERY):
+            self.result_shards = actual.num_shards
+        recorded: set[int] = set()
+        waiting: set[int] = set()
+        is_contradicted = False
+        for shard in actual.shards:
+            if shard.failure:
+                if not self.was_ready:
+                    self.fail(self.load_error(shard.failure))
+            elif not shard.sealed:
+                continue
+            elif shard.index in self.sealed:
+                if not self.agrees(shard):
+                    is_contradicted = True
+                    if not self.was_ready and may_record(shard.index):  # both were to load it
+                        self.fail(self.load_error(self.contradiction(shard, node_id)))
+            elif shard.index < (self.num_shards or 0) and may_record(shard.index):
+                self.sealed[shard.index] = SealedSummary(
+                    shard.num_rows, shard.num_bytes, shard.checksum, dict(shard.nulls)
+                )
+                recorded.add(shard.index)
+            else:
+                waiting.add(shard.index)
+        self.forget_claims(node_id)
+        if waiting:
+            self.waiting[node_id] = frozenset(waiting)
+        if is_contradicted:
+            self.contradicted.add(node_id)
+        return recorded
+
+    def forget_claims(self, node_id: str) -> None:
+        """Forgets which shards of a node had no record, or another one."""
+        self.waiting.pop(node_id, None)
+        self.contradicted.discard(node_id)
+
+    def waiting_for(self, recorded: Set[int]) -> Set[str]:
+        """The nodes that hold one of these shards and waited for its record."""
+        return {
+            node_id for node_id, indices in self.waiting.items() if not indices.isdisjoint(recorded)
+        }
+
+    def take_put(self, node_id: str, indices: Set[int]) -> Set[int]:
+        """The shards of these that the node took from writers: its put made their record."""
+        moved = {index for index in indices if self.put_by.get(index) == node_id}
+        for index in moved:
+            del self.put_by[index]
+        return moved
+
+    def agrees(self, shard: pb.ActualShard) -> bool:
+        """Whether a sealed shard is what the version has under this index."""
+        known = self.sealed.get(shard.index)
+        if known is None:
+            return False
+        if self.pinned.shards is None or self.pinned.is_written:
+            return known.checksum == shard.checksum
+        return known.num_rows == shard.num_rows
+
+    def contradiction(self, shard: pb.ActualShard, node_id: str) -> str:
+        """How a sealed shard differs from the known one."""
+        known = self.sealed[shard.index]
+        return (
+            f"shard {shard.index} has {shard.num_rows} rows on node {node_id} and "
+            f"{known.num_rows} on another node, or other values: load it again"
+        )
+
+    def is_current(self, actual: pb.ActualDataset) -> bool:
+        """Whether a report is about this attempt. A restarted node reports no attempt."""
+        return not actual.HasField("attempt") or actual.attempt == self.attempt
+
+    def fail(self, error: CacheError) -> None:
+        """Marks the version as failed. The first failure stays."""
+        if self.failure is None:
+            self.failure = error
+            self.release()
+            logger.error("dataset failed reason=%s", error)
+
+    def ended_error(self, ends: Mapping[int | None, list[str]]) -> LoadError:
+        """A `LoadError` about shards that are given to no further node.
+
+        Args:
+            ends: see `EndedNodes.given_up`; any of its shards may have ended the nodes.
+        """
+        what, shards = "run the whole query", self.pinned.shards
+        if shards is not None:
+            indices = sorted(index for index in ends if index is not WHOLE_QUERY)  # pyright: ignore
+            read = [split for index in indices for split in shards[index].splits]
+            more = f" and {len(read) - _MOST_NAMED} more" if len(read) > _MOST_NAMED else ""
+            what = f"load {' or '.join(map(str, read[:_MOST_NAMED]))}{more}"
+        node_ids = sorted({node_id for of_shard in ends.values() for node_id in of_shard})
+        return self.load_error(
+            f"cannot {what}: node {', node '.join(node_ids)} ended meanwhile. See the logs: the "
+            "data may be damaged, or need more memory than a node has"
+        )
+
+    def load_error(self, reason: str) -> LoadError:
+        """A `LoadError` that names the dataset."""
+        return LoadError(f"dataset {self.pinned.spec.name!r}: {reason}")

@@ -1,0 +1,255 @@
+"""The versions that the coordinator knows, and the one that a caller means."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
+
+from cache_protocol.datasets.dataset_spec import DatasetSpec
+from cache_protocol.errors import CacheError, DatasetNotFoundError, StaleVersionError
+from cache_protocol.v1 import cache_pb2 as pb
+from cache_server.auth.principals import EVERYTHING, Viewer
+from cache_server.coordination.catalogue import CatalogueEntry, DamagedEntries
+from cache_server.coordination.versions.version_record import VersionRecord
+from cache_server.coordination.versions.writes import write_ids
+from cache_server.plan.pinned_version import PinnedVersion
+from cache_server.plan.shard_plan import same_shards
+from cache_server.plan.written_version import write_id_of
+from cache_server.shards.version_key import VersionKey
+
+logger = logging.getLogger(__name__)
+
+_MOST_CHOICES = 10_000  # remembered
+
+
+class Versions(dict[VersionKey, VersionRecord]):
+    """Every version of every dataset, by key. One thread at a time.
+
+    Args:
+        entries: the versions from before a restart, oldest first.
+        now: monotonic seconds.
+        damaged: of the catalogue. The bare name of such a dataset means none of its other
+            versions, until one is loaded, written or attached to: the damaged one may be newer.
+
+    Attributes:
+        last_created: the highest number that a version got; see `next_created`.
+    """
+
+    def __init__(
+        self, entries: Iterable[CatalogueEntry], now: float, damaged: DamagedEntries
+    ) -> None:
+        super().__init__()
+        self.damaged = damaged
+        self.last_created = 0
+        for entry in entries:
+            self.last_created = entry.created
+            version = self[entry.pinned.key] = VersionRecord.from_catalogue(entry)
+            if version.was_ready:  # readers had no time to report
+                version.last_used = now
+            elif (base := self.base_of(version)) is not None:
+                version.reuse(base)
+            logger.info("dataset found in the catalogue name=%s", entry.pinned.spec.name)
+        self._last_found = self.last_created
+
+    def next_created(self) -> int:
+        """A number for the version that becomes the newest."""
+        self.last_created += 1
+        return self.last_created
+
+    def seen_by(self, viewer: Viewer, dataset: str | None = None) -> list[VersionRecord]:
+        """The versions that a viewer may read; all, or those of one dataset."""
+        return [
+            version
+            for key, version in self.items()
+            if (dataset is None or key.dataset == dataset)
+            and viewer.can_read(key.dataset, version.pinned.spec.readers)
+        ]
+
+    def find(
+        self, name: str, fingerprint: str = "", viewer: Viewer = EVERYTHING
+    ) -> VersionRecord | None:
+        """The version with ``fingerprint``, or the newest one, if the viewer may read it.
+
+        Versions that failed come last.
+        """
+        named = self.seen_by(viewer, viewer.resolve(name))
+        meant = (
+            version
+            for version in named
+            if fingerprint == version.pinned.key.fingerprint
+            or (not fingerprint and self._may_be_newest(version))
+        )
+        return max(meant, key=_rank, default=None)
+
+    def _may_be_newest(self, version: VersionRecord) -> bool:
+        is_new = version.created > self._last_found
+        return is_new or self.damaged.of(version.pinned.key.dataset) is None
+
+    def require_undamaged(self, name: str, fingerprint: str = "") -> None:
+        """Refuses a dataset whose newest version is damaged, or a damaged version.
+
+        Args:
+            name: the full one.
+
+        Raises:
+            LoadError: names what an administrator can do.
+        """
+        key = VersionKey(name, fingerprint)
+        damaged = self.damaged.get(key) if fingerprint else self.damaged.of(name)
+        if damaged is not None and self.find(name, fingerprint) is None:
+            raise damaged.error(name)
+
+    def not_found(self, name: str, fingerprint: str, viewer: Viewer) -> CacheError:
+        """The error for a viewer of a version that `find` does not find."""
+        others = self.seen_by(viewer, viewer.resolve(name))
+        if others:
+            fingerprints = ", ".join(version.pinned.key.fingerprint for version in others)
+            return StaleVersionError(
+                f"dataset {name!r} has fingerprint {fingerprints}, not {fingerprint}"
+            )
+        known = sorted({viewer.shown(each.pinned.key.dataset) for each in self.seen_by(viewer)})
+        return DatasetNotFoundError(f"no dataset {name!r}; datasets: {', '.join(known) or 'none'}")
+
+    def newest_of_each(self, viewer: Viewer) -> list[VersionRecord]:
+        """The version that `find` returns of each dataset that a viewer sees, by name."""
+        seen = (version for version in self.seen_by(viewer) if self._may_be_newest(version))
+        ranked = sorted(seen, key=_rank)
+        last = {viewer.shown(version.pinned.key.dataset): version for version in ranked}
+        return [last[name] for name in sorted(last)]
+
+    def of_spec(self, spec: DatasetSpec) -> Iterator[VersionRecord]:
+        """The versions of a spec; its replicas, readers and secrets do not count."""
+        content = _content(spec)
+        for version in self.values():
+            if version.pinned.spec.name == spec.name and _content(version.pinned.spec) == content:
+                yield version
+
+    def has_other_source(self, spec: DatasetSpec) -> bool:
+        """Whether the newest version of this name that has not failed has another source.
+
+        Raises:
+            LoadError: see `require_undamaged`.
+        """
+        self.require_undamaged(spec.name)
+        version = self.find(spec.name)
+        if version is None or version.failure is not None:
+            return False
+        return version.pinned.spec.source != spec.source
+
+    def of_write(self, write_id: str) -> VersionRecord | None:
+        """The version that a write became, or a later one that has its rows."""
+        found = (
+            version
+            for version in self.values()
+            if write_id_of(version.pinned.spec) == write_id
+            or (version.pinned.is_written and write_id in write_ids(version.pinned))
+        )
+        return max(found, key=_rank, default=None)
+
+    def readable(self, dataset: str, given: pb.Secrets, owner: str) -> list[VersionRecord]:
+        """The versions whose shards a new one of this owner may share, the newest first."""
+        readable = [
+            version
+            for key, version in self.items()
+            if key.dataset == dataset
+            and version.was_ready
+            and version.failure is None
+            and version.may_be_read(given, owner)
+        ]
+        return sorted(readable, key=lambda version: version.created, reverse=True)
+
+    def base_of(self, made: VersionRecord) -> VersionRecord | None:
+        """The newest other version that has some of the shards of a new one."""
+        for version in self.readable(made.pinned.key.dataset, made.secrets, made.owner):
+            if version.pinned.key != made.pinned.key and same_shards(
+                made.pinned.shards or (), version.pinned.shards or ()
+            ):
+                return version
+        return None
+
+    def expired(self, newer: VersionRecord, since: float) -> list[VersionKey]:
+        """The earlier versions of the same dataset that were not ready, or not read since then.
+
+        Damaged ones are earlier than those that were made since the start.
+        """
+        name = newer.pinned.key.dataset
+        is_new = newer.created > self._last_found
+        damaged = [key for key in self.damaged if is_new and key.dataset == name]
+        return damaged + [
+            key
+            for key, version in self.items()
+            if key.dataset == name
+            and version.created < newer.created
+            and not (
+                version.was_ready and version.last_used is not None and version.last_used > since
+            )
+        ]
+
+    def named(self, dataset: str) -> list[VersionKey]:
+        """Every version of a dataset, also the damaged ones."""
+        return [key for key in (*self, *self.damaged) if key.dataset == dataset]
+
+    def forget(self, key: VersionKey) -> None:
+        """Forgets a version, and closes its source."""
+        if (version := self.pop(key, None)) is not None:
+            version.release()
+
+    def moving(self) -> list[tuple[PinnedVersion, Collection[int]]]:
+        """The committed versions whose rows nodes have yet to move, and the shards they share."""
+        return [
+            (version.pinned, version.reused.keys())
+            for version in self.values()
+            if version.pinned.is_written and not version.was_ready and version.failure is None
+        ]
+
+
+def newest(versions: Iterable[VersionRecord]) -> VersionRecord | None:
+    """The version that was made or attached to last."""
+    return max(versions, key=lambda version: version.created, default=None)
+
+
+def _rank(version: VersionRecord) -> tuple[bool, int]:
+    """Ascending: versions that failed come first, then older ones."""
+    return version.failure is None, version.created
+
+
+def _content(spec: DatasetSpec) -> bytes:
+    """The content of a spec to compare: without replicas, readers and secrets."""
+    content = spec.to_proto()
+    content.replicas = 0
+    content.ClearField("readers")
+    return content.SerializeToString(deterministic=True)
+
+
+class EpochVersions:
+    """The choices of the last minutes. One thread at a time.
+
+    A later start of the same job may choose anew, so a choice does not last longer than the ranks
+    of one start are apart.
+
+    Args:
+        keep_s: how long a choice holds; the version must be kept as long.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, keep_s: float, clock: Callable[[], float]) -> None:
+        self._keep_s = keep_s
+        self._clock = clock
+        self._chosen: dict[Hashable, tuple[str, float]] = {}  # the oldest first
+
+    def choose(self, asked: Hashable, newest: str, ready: Collection[str]) -> str:
+        """The fingerprint for a job and an epoch.
+
+        Args:
+            asked: names the job, the epoch and the dataset.
+            newest: the choice of the first who asks.
+            ready: the versions that can be read.
+        """
+        now = self._clock()
+        fingerprint, chosen_at = self._chosen.pop(asked, ("", now))
+        if fingerprint not in ready or now - chosen_at > self._keep_s:
+            fingerprint, chosen_at = newest, now
+        self._chosen[asked] = fingerprint, chosen_at
+        if len(self._chosen) > _MOST_CHOICES:
+            del self._chosen[next(iter(self._chosen))]
+        return fingerprint
