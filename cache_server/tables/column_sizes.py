@@ -11,7 +11,7 @@ from collections.abc import Container, Iterable, Sequence
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from cache_server.tables.size_statistics import unencoded_bytes
+from cache_server.sql.formats.footer_bytes import unencoded_bytes
 
 # The place of a stored column: a column of the file, with dots for a field of a struct; or, of a
 # column that the file lacks, its bytes a row.

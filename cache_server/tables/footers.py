@@ -23,9 +23,9 @@ from typing import BinaryIO
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from cache_server.sql.formats.footer_bytes import encrypted_columns
 from cache_server.tables import footer_check
 from cache_server.tables.footer_check import LENGTH_BYTES
-from cache_server.tables.size_statistics import encrypted_columns
 
 _MAGIC_BYTES = 8  # the length of the footer and "PAR1", at the very end of a file
 _TAIL_BYTES = 64 * 1024  # read from the end of a file; most footers are shorter

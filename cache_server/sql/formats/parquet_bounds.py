@@ -3,18 +3,21 @@
 - In DataFusion NaN is above every number, but Parquet statistics leave NaN out. For ``x <> 0`` and
   ``x > 1`` it would skip a row group of 0 and NaN.
 - Old writers kept all bounds in signed order. In it non-ASCII strings come first, and unsigned
-  integers from 2**31 or 2**63 on. DataFusion trusts these bounds; Arrow does so only for types with
-  that order, as the format says.
+  integers from 2**31 or 2**63 on. DataFusion trusts these bounds for every type, so the bytes of
+  the footer are looked at, as it does.
 """
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Collection
 from pathlib import Path
 
 import pyarrow as pa
-import pyarrow.parquet as pq
+
+from cache_server.sql.formats.footer_bytes import has_old_bounds
+
+_END_BYTES = 8  # the length of the footer, and PAR1
 
 
 def skips_wrongly(plan: str, path: Path, schema: pa.Schema) -> bool:
@@ -31,7 +34,16 @@ def skips_wrongly(plan: str, path: Path, schema: pa.Schema) -> bool:
         return True
     unsigned = {field.name for field in used if not _is_signed(field.type)}
     paths = sorted(path.iterdir()) if path.is_dir() else [path]
-    return bool(unsigned) and any(_lacks_bounds(pq.read_metadata(path), unsigned) for path in paths)
+    return bool(unsigned) and any(has_old_bounds(_tail(path), unsigned) for path in paths)
+
+
+def _tail(path: Path) -> bytes:
+    """The footer of a file, with its length and the mark at the end."""
+    with path.open("rb") as file:
+        file.seek(-_END_BYTES, os.SEEK_END)
+        length = int.from_bytes(file.read(4), "little")
+        file.seek(-_END_BYTES - length, os.SEEK_END)
+        return file.read()
 
 
 def _is_of_floats(dtype: pa.DataType) -> bool:
@@ -41,15 +53,3 @@ def _is_of_floats(dtype: pa.DataType) -> bool:
 
 def _is_signed(dtype: pa.DataType) -> bool:
     return bool(pa.types.is_primitive(dtype) and not pa.types.is_unsigned_integer(dtype))
-
-
-def _lacks_bounds(footer: pq.FileMetaData, names: Collection[str]) -> bool:
-    """Whether a row group has values of one of these columns, without bounds that Arrow trusts."""
-    for index in range(footer.num_columns):
-        if footer.schema.column(index).path not in names:
-            continue
-        for group in range(footer.num_row_groups):
-            statistics = footer.row_group(group).column(index).statistics
-            if statistics is not None and statistics.num_values and not statistics.has_min_max:
-                return True
-    return False

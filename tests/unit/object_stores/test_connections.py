@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from tests.integration.object_stores.conftest import PARQUET
 
 from cache_protocol.errors import RequestError
 from cache_server.object_stores import expand
 from cache_server.object_stores.client import Location
 from cache_server.object_stores.connections import client_for
-from tests.integration.object_stores.conftest import PARQUET
 from tests.object_store import S3Server
 
 

@@ -15,12 +15,12 @@ from typing import Any, ClassVar
 import pytest
 from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.local import LocalFileSystem
+from tests.integration.object_stores.conftest import MIB, PARQUET
 
 from cache_protocol.datasets.dataset_spec import DatasetSpec
 from cache_protocol.errors import LoadError, RequestError
 from cache_server.object_stores import download, expand, read_tail
 from cache_server.tables.files import find_files
-from tests.integration.object_stores.conftest import MIB, PARQUET
 from tests.store_stubs import HubStub, Served, self_signed
 
 

@@ -6,12 +6,12 @@ import re
 from pathlib import Path
 
 import pytest
+from tests.integration.object_stores.conftest import PARQUET, found, one
 
 from cache_protocol.datasets.dataset_spec import DatasetSpec
 from cache_protocol.errors import LoadError, RequestError
 from cache_server.object_stores import download, expand, is_remote, root_of
 from cache_server.tables.files import find_files
-from tests.integration.object_stores.conftest import PARQUET, found, one
 from tests.object_store import S3Server
 
 

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
+from tests.integration.object_stores.conftest import PARQUET
 
 from cache_protocol.datasets.dataset_spec import DatasetSpec
 from cache_protocol.errors import LoadError, RequestError
 from cache_server.object_stores import download, expand, read_tail
 from cache_server.source.pinned import SourceFile
 from cache_server.tables import pin
-from tests.integration.object_stores.conftest import PARQUET
 from tests.object_store import S3Server
 from tests.store_stubs import AzureStub, FilesStub, Served, _Stub
 

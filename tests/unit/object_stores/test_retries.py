@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.integration.object_stores.conftest import MIB, PARQUET, one
 
 from cache_protocol.errors import LoadError
 from cache_server.object_stores import download, expand
 from cache_server.object_stores.client import Location
 from cache_server.object_stores.connections import client_for
-from tests.integration.object_stores.conftest import MIB, PARQUET, one
 from tests.object_store import S3Server
 from tests.store_stubs import FilesStub, Served, self_signed
 from tests.waiting import wait_until

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cache_server.sql.formats.footer_bytes import encrypted_columns
 from cache_server.tables import column_sizes
 from cache_server.tables.column_sizes import plain_bytes, value_bytes
-from cache_server.tables.size_statistics import encrypted_columns
 
 TEXTS = st.lists(st.none() | st.text(max_size=20), min_size=1, max_size=30)
 LISTS = st.lists(

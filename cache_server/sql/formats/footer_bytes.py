@@ -1,21 +1,26 @@
-"""What pyarrow does not show of a Parquet footer: bytes of strings, encrypted columns. Pure.
+"""What pyarrow does not show of a Parquet footer. Pure.
+
+These are the bytes of strings, encrypted columns, and bounds by old writers.
 
 A footer may hold *size statistics*: for each column chunk the bytes of its values before any
 encoding. pyarrow writes them but does not show them. So they are read here from the bytes of the
 footer, a Thrift structure in the compact protocol.
 
 Source: the Parquet format's parquet.thrift (FileMetaData, RowGroup, ColumnChunk, ColumnMetaData,
-SizeStatistics, ColumnCryptoMetaData) and Apache Thrift's compact protocol specification.
+Statistics, SizeStatistics, ColumnCryptoMetaData) and Apache Thrift's compact protocol
+specification.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 _ROW_GROUPS, _COLUMNS, _META_DATA, _SIZE_STATISTICS, _UNENCODED_BYTES = 4, 1, 3, 16, 1
+_STATISTICS, _OLD_MAX, _OLD_MIN, _MAX, _MIN = 12, 1, 2, 5, 6
 _PATH_IN_SCHEMA, _CRYPTO_METADATA, _WITH_COLUMN_KEY, _PATH_OF_KEY = 3, 8, 2, 1
 _TAIL_BYTES = 8  # the length of the footer and "PAR1"
 _TRUE, _FALSE, _BYTE, _DOUBLE, _BINARY, _LIST, _SET, _STRUCT = 1, 2, 3, 7, 8, 9, 10, 12
@@ -57,6 +62,26 @@ def encrypted_columns(tail: bytes) -> list[str]:
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError):
         return []
     return list(names)
+
+
+def has_old_bounds(tail: bytes, names: Collection[str]) -> bool:
+    """Whether a row group has bounds of one of these columns in the deprecated fields only.
+
+    Their order is that of signed values or bytes, whatever the type. pyarrow does not show them if
+    that is not the order of the type.
+
+    Args:
+        tail: the end of the file, with its footer.
+        names: of columns at the top level.
+    """
+    for group in _parsed(tail)[_ROW_GROUPS]:
+        for chunk in group[_COLUMNS]:
+            column = chunk.get(_META_DATA, {})
+            bounds = column.get(_STATISTICS, {}).keys()
+            is_old = bounds & {_OLD_MIN, _OLD_MAX} and not bounds & {_MIN, _MAX}
+            if is_old and b".".join(column[_PATH_IN_SCHEMA]).decode() in names:
+                return True
+    return False
 
 
 def _parsed(tail: bytes) -> dict[int, Any]:
