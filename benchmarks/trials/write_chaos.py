@@ -136,11 +136,11 @@ class ChaosCache:
 
     def restart_coordinator(self) -> None:
         """Another coordinator with the same disk; it knows the nodes when they have reported."""
-        with self.coordinator._changed:
+        with self.coordinator.state.changed:
             lost = {
                 node_id
-                for node_id in self.coordinator._membership.members
-                if node_id not in self.coordinator._membership.alive()
+                for node_id in self.coordinator.state.membership.members
+                if node_id not in self.coordinator.state.membership.alive()
             }
         self.coordinator.close()
         self.coordinator = self._make_coordinator()
@@ -150,12 +150,12 @@ class ChaosCache:
 
     def lose(self, node_id: str) -> None:
         """Lets a node count as lost at once."""
-        with self.coordinator._changed:
-            membership = self.coordinator._membership
+        with self.coordinator.state.changed:
+            membership = self.coordinator.state.membership
             if node_id in membership.members:
                 membership.members[node_id].last_seen -= _LOST_S
                 membership._alive_until = -math.inf
-                self.coordinator._mark_changed()
+                self.coordinator.state.mark_changed()
 
     def up(self) -> list[ChaosNode]:
         return [node for node in self.nodes if node.is_up]
@@ -441,7 +441,7 @@ def _start_some_node(cache: ChaosCache, chance: random.Random) -> None:
 
 def _crash_in_commit(cache: ChaosCache, write: ChaosWrite, chance: random.Random) -> None:
     """The coordinator ends in a commit: before it writes the version, or just after it."""
-    catalogue = cache.coordinator._catalogue
+    catalogue = cache.coordinator.state.catalogue
     wrote = catalogue.write
 
     def end(*args: Any, **kwargs: Any) -> None:

@@ -27,7 +27,7 @@ from cache_client import (
     UnauthenticatedError,
 )
 from cache_server import LocalCluster
-from cache_server.coordination import coordinator as coordinating
+from cache_server.coordination import loads
 from tests.conftest import numbered_table
 from tests.fake_nodes import Clock, make_coordinator, spec
 from tests.object_store import S3Server
@@ -302,7 +302,7 @@ def test_an_append_while_another_write_makes_the_dataset_is_refused(
 @pytest.fixture
 def while_planning(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Future[Any]]]:
     """Begins a load, and does something after the load has looked at its source."""
-    plan, waits, goes_on = coordinating.plan_version, threading.Event(), threading.Event()
+    plan, waits, goes_on = loads.plan_version, threading.Event(), threading.Event()
 
     def slow_plan(*arguments: Any) -> Any:
         planned = plan(*arguments)
@@ -318,7 +318,7 @@ def while_planning(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Fu
         goes_on.set()
         return slow
 
-    monkeypatch.setattr(coordinating, "plan_version", slow_plan)
+    monkeypatch.setattr(loads, "plan_version", slow_plan)
     with ThreadPoolExecutor(1) as pool:
         yield begin
 

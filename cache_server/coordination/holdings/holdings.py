@@ -21,6 +21,7 @@ from cache_server.coordination.members.placement import (
     desired_shards,
     shards_by_node,
 )
+from cache_server.coordination.versions.states import State
 from cache_server.coordination.versions.version_record import VersionRecord
 from cache_server.plan.pinned_version import split_to_proto
 from cache_server.plan.written_version import put_of
@@ -97,7 +98,7 @@ class Holdings:
         complete again when the lost node comes back.
         """
         version = self.version
-        if version.failure is not None or not version.was_ready:
+        if version.state is not State.SERVED:
             return version.failure
         if not self._all_reported():
             return None
@@ -143,7 +144,7 @@ class Holdings:
     def _put_on(self) -> Mapping[int, Set[str]]:
         """The live nodes with each shard of a written version as it was put, not moved yet."""
         version = self.version
-        if not version.pinned.is_written or version.was_ready:
+        if not version.pinned.is_written or version.state is State.SERVED:
             return {}
         found: dict[int, set[str]] = {}
         dataset = version.pinned.key.dataset
@@ -268,11 +269,11 @@ class Holdings:
     def is_ready(self) -> bool:
         """Whether a live node serves every shard; the first time, whether every replica does."""
         version = self.version
-        if version.failure is not None or version.row_starts() is None:
+        if version.state.has_failed or version.row_starts() is None:
             return False
         holders = self.holders(serving=True)
         num_shards = version.num_shards or 0
-        if version.was_ready:
+        if version.state is State.SERVED:
             return len(holders) == num_shards
         # A ready dataset with replicas survives the loss of a node.
         placement = self.placement(num_shards)

@@ -36,10 +36,10 @@ class EndedNodes:
             ends.discard((node_id, process))  # it was silent, and is back
         self._loading[node_id] = process, running
 
-    def note_told(self, node_id: str, told: Indices) -> None:
+    def note_asked(self, node_id: str, asked: Indices) -> None:
         """Notes the loads that an answer asks of a node: they may begin before its next report."""
         process, running = self._loading[node_id]
-        self._loading[node_id] = process, running | told
+        self._loading[node_id] = process, running | asked
 
     def note_lost(self, alive: Collection[str]) -> bool:
         """Counts the nodes that do not answer any more as ended.

@@ -20,6 +20,7 @@ from cache_server.coordination.catalogue import (
     SealedSummary,
 )
 from cache_server.coordination.members.ended_nodes import WHOLE_QUERY, EndedNodes
+from cache_server.coordination.versions.states import TRANSITIONS, State, Step
 from cache_server.coordination.versions.writes import ChosenRows
 from cache_server.plan.pinned_version import PinnedVersion
 from cache_server.plan.shard_plan import same_shards
@@ -90,6 +91,8 @@ class VersionRecord:
     """One version, as planned and as the nodes report it.
 
     Attributes:
+        state: what became of it; only `advance` changes it.
+        failure: why it failed; the first failure stays.
         pins: keep the source unchanged; closed after the last split was read.
         result_shards: number of shards of a whole query; None until it has run.
         last_used: time of the last read; None if there was none.
@@ -98,7 +101,6 @@ class VersionRecord:
         waiting: node -> the shards without a record that it holds.
         contradicted: the nodes that hold shards other than those of the record.
         put_by: shard -> the node whose put it is, until that node has moved it.
-        is_failure_saved: the failure is in the catalogue.
         ended: the nodes that ended while they loaded shards of it.
         notes: what the load changed, for people; not in the catalogue.
         base: an earlier version that has some of its shards too; it may be forgotten meanwhile.
@@ -115,11 +117,10 @@ class VersionRecord:
     sealed: dict[int, SealedSummary] = field(default_factory=dict)
     failure: CacheError | None = None
     attempt: int = 0
-    was_ready: bool = False
+    state: State = State.LOADING
     result_shards: int | None = None
     last_used: float | None = None
     asked_at: float | None = None
-    is_failure_saved: bool = False
     ended: EndedNodes = field(default_factory=EndedNodes)
     notes: set[str] = field(default_factory=set)
     owner: str = ""
@@ -138,15 +139,15 @@ class VersionRecord:
     def from_catalogue(cls, entry: CatalogueEntry) -> VersionRecord:
         """A version from before a restart."""
         has_run = entry.was_ready or bool(entry.sealed)
+        state = State.SERVED if entry.was_ready else State.RESUMED
         version = cls(
             entry.pinned,
             entry.created,
             sealed=dict(enumerate(entry.sealed)),
             failure=entry.failure,
             attempt=entry.attempt,
-            was_ready=entry.was_ready,
+            state=State.FAILED if entry.failure is not None else state,
             result_shards=len(entry.sealed) if has_run else None,
-            is_failure_saved=entry.failure is not None,
             owner=entry.owner,
             homes=entry.homes,
         )
@@ -207,7 +208,7 @@ class VersionRecord:
                 self.attempt,
                 sealed,
                 self.created,
-                was_ready=self.was_ready,
+                was_ready=self.state is State.SERVED,
                 failure=self.failure,
                 owner=self.owner,
                 homes=self.homes,
@@ -219,11 +220,11 @@ class VersionRecord:
 
     def save_failure(self, catalogue: Catalogue) -> None:
         """Writes a failure to the catalogue, unless it was written before."""
-        if self.failure is None or self.is_failure_saved:
+        if self.state is not State.FAILING:
             return
         try:
             self.save(catalogue)
-            self.is_failure_saved = True
+            self.advance(Step.SAVE)
         except LoadError as error:  # matters only after a restart
             logger.error("failure not written reason=%s", error)
 
@@ -233,7 +234,9 @@ class VersionRecord:
         The shards of a whole query are all made at once: they are one group, once it has been
         served. A group that cannot be written is no part of the log.
         """
-        if self.num_shards is None or (self.pinned.shards is None and not self.was_ready):
+        if self.num_shards is None or (
+            self.pinned.shards is None and self.state is not State.SERVED
+        ):
             return False
         group = self.log.next_group(self.sealed.keys(), self.num_shards)
         if not group:
@@ -327,7 +330,7 @@ class VersionRecord:
             The shards whose record it made.
         """
         self.notes.update(actual.notes)
-        if actual.failure and not self.was_ready:
+        if actual.failure and self.state is not State.SERVED:
             self.fail(self.load_error(actual.failure))
         if actual.HasField("num_shards") and self.result_shards is None and may_record(WHOLE_QUERY):
             self.result_shards = actual.num_shards
@@ -336,14 +339,14 @@ class VersionRecord:
         is_contradicted = False
         for shard in actual.shards:
             if shard.failure:
-                if not self.was_ready:
+                if self.state is not State.SERVED:
                     self.fail(self.load_error(shard.failure))
             elif not shard.sealed:
                 continue
             elif shard.index in self.sealed:
                 if not self.agrees(shard):
                     is_contradicted = True
-                    if not self.was_ready and may_record(shard.index):  # both were to load it
+                    if self.state is not State.SERVED and may_record(shard.index):  # both had to
                         self.fail(self.load_error(self.contradiction(shard, node_id)))
             elif shard.index < (self.num_shards or 0) and may_record(shard.index):
                 self.sealed[shard.index] = SealedSummary(
@@ -400,10 +403,20 @@ class VersionRecord:
 
     def fail(self, error: CacheError) -> None:
         """Marks the version as failed. The first failure stays."""
-        if self.failure is None:
+        if not self.state.has_failed:
             self.failure = error
             self.release()
             logger.error("dataset failed reason=%s", error)
+        self.advance(Step.FAIL)
+
+    def advance(self, step: Step) -> None:
+        """Takes a step of `TRANSITIONS`."""
+        self.state = TRANSITIONS[self.state, step]
+
+    def is_read_since(self, time_s: float) -> bool:
+        """Whether it was served, and read after a time."""
+        is_read = self.last_used is not None and self.last_used > time_s
+        return is_read and self.state is State.SERVED
 
     def ended_error(self, ends: Mapping[int | None, list[str]]) -> LoadError:
         """A `LoadError` about shards that are given to no further node.

@@ -10,6 +10,7 @@ from cache_protocol.errors import CacheError, DatasetNotFoundError, StaleVersion
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.auth.principals import EVERYTHING, Viewer
 from cache_server.coordination.catalogue import CatalogueEntry, DamagedEntries
+from cache_server.coordination.versions.states import State
 from cache_server.coordination.versions.version_record import VersionRecord
 from cache_server.coordination.versions.writes import write_ids
 from cache_server.plan.pinned_version import PinnedVersion
@@ -44,7 +45,7 @@ class Versions(dict[VersionKey, VersionRecord]):
         for entry in entries:
             self.last_created = entry.created
             version = self[entry.pinned.key] = VersionRecord.from_catalogue(entry)
-            if version.was_ready:  # readers had no time to report
+            if version.state is State.SERVED:  # readers had no time to report
                 version.last_used = now
             elif (base := self.base_of(version)) is not None:
                 version.reuse(base)
@@ -132,7 +133,7 @@ class Versions(dict[VersionKey, VersionRecord]):
         """
         self.require_undamaged(spec.name)
         version = self.find(spec.name)
-        if version is None or version.failure is not None:
+        if version is None or version.state.has_failed:
             return False
         return version.pinned.spec.source != spec.source
 
@@ -152,8 +153,7 @@ class Versions(dict[VersionKey, VersionRecord]):
             version
             for key, version in self.items()
             if key.dataset == dataset
-            and version.was_ready
-            and version.failure is None
+            and version.state is State.SERVED
             and version.may_be_read(given, owner)
         ]
         return sorted(readable, key=lambda version: version.created, reverse=True)
@@ -167,23 +167,43 @@ class Versions(dict[VersionKey, VersionRecord]):
                 return version
         return None
 
-    def expired(self, newer: VersionRecord, since: float) -> list[VersionKey]:
-        """The earlier versions of the same dataset that were not ready, or not read since then.
+    def replaced(self, is_ready: Callable[[VersionRecord], bool], since: float) -> list[VersionKey]:
+        """The versions that a newer one replaces, and that were not ready or not read since then.
 
         Damaged ones are earlier than those that were made since the start.
+
+        Args:
+            is_ready: whether every shard of a version is served now; asked only where it matters.
+            since: monotonic seconds.
         """
-        name = newer.pinned.key.dataset
-        is_new = newer.created > self._last_found
-        damaged = [key for key in self.damaged if is_new and key.dataset == name]
-        return damaged + [
-            key
-            for key, version in self.items()
-            if key.dataset == name
-            and version.created < newer.created
-            and not (
-                version.was_ready and version.last_used is not None and version.last_used > since
-            )
-        ]
+        of_dataset: dict[str, list[VersionRecord]] = {}
+        for version in self.values():
+            of_dataset.setdefault(version.pinned.key.dataset, []).append(version)
+        keys: list[VersionKey] = []
+        for dataset, versions in of_dataset.items():
+            damaged = [key for key in self.damaged if key.dataset == dataset]
+            if damaged or len(versions) > 1:
+                keys += self._replaced(versions, damaged, is_ready, since)
+        return keys
+
+    def _replaced(
+        self,
+        versions: list[VersionRecord],
+        damaged: list[VersionKey],
+        is_ready: Callable[[VersionRecord], bool],
+        since: float,
+    ) -> list[VersionKey]:
+        """As `replaced`, of one dataset: the newest version that is ready replaces all before."""
+        unread = [version for version in versions if not version.is_read_since(since)]
+        oldest = min((version.created for version in unread), default=self.last_created)
+        for newer in sorted(versions, key=lambda version: version.created, reverse=True):
+            before = damaged if newer.created > self._last_found else []
+            if not before and newer.created <= oldest:
+                return []
+            if is_ready(newer):
+                earlier = [each.pinned.key for each in unread if each.created < newer.created]
+                return before + earlier
+        return []
 
     def named(self, dataset: str) -> list[VersionKey]:
         """Every version of a dataset, also the damaged ones."""
@@ -199,7 +219,7 @@ class Versions(dict[VersionKey, VersionRecord]):
         return [
             (version.pinned, version.reused.keys())
             for version in self.values()
-            if version.pinned.is_written and not version.was_ready and version.failure is None
+            if version.pinned.is_written and version.state.is_loading
         ]
 
 
@@ -210,7 +230,7 @@ def newest(versions: Iterable[VersionRecord]) -> VersionRecord | None:
 
 def _rank(version: VersionRecord) -> tuple[bool, int]:
     """Ascending: versions that failed come first, then older ones."""
-    return version.failure is None, version.created
+    return not version.state.has_failed, version.created
 
 
 def _content(spec: DatasetSpec) -> bytes:

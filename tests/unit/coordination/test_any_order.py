@@ -186,14 +186,14 @@ class AnyOrder(RuleBasedStateMachine):
     def the_holders_that_follow_each_report_are_those_of_all_reports(
         self,
     ) -> None:
-        for version in self.coordinator._versions.values():
-            view = self.coordinator._holdings(version)
+        for version in self.coordinator.state.versions.values():
+            view = self.coordinator.state.holdings(version)
             kept, found = (
                 view._holders,
-                shard_holders.ShardHolders(version, self.coordinator._checks),
+                shard_holders.ShardHolders(version, self.coordinator.state.checks),
             )
             found.update({node_id: report.actual for node_id, report in kept.reports.items()})
-            assert kept.reports.keys() == self.coordinator._membership.alive()
+            assert kept.reports.keys() == self.coordinator.state.membership.alive()
             for what in ("saying", "holding", "serving", "reports"):
                 assert getattr(kept, what) == getattr(found, what), what
 
@@ -254,8 +254,8 @@ class AnyOrder(RuleBasedStateMachine):
     ) -> None:
         """What the coordinator keeps between changes is never of before one."""
         kept = self.coordinator.datasets()
-        with self.coordinator._changed:
-            self.coordinator._mark_changed()
+        with self.coordinator.state.changed:
+            self.coordinator.state.mark_changed()
         assert self.coordinator.datasets() == kept
         assert self.coordinator.heartbeat(request, by=ANYONE) == answer
 

@@ -160,12 +160,12 @@ def test_no_node_counts_as_silent_while_reports_wait_to_be_taken(
     control: ControlService, coordinator: Coordinator
 ) -> None:
     beat = pb.HeartbeatRequest(node=pb.Node(id="one", flight_location="grpc://one:1"))
-    membership = coordinator._membership
+    membership = coordinator.state.membership
     with RemoteCoordinator(f"127.0.0.1:{control.port}") as link:
         link.heartbeat(beat)
         before = time.monotonic()
         with ThreadPoolExecutor(1) as pool:
-            with coordinator._changed:  # as while it places shards
+            with coordinator.state.changed:  # as while it places shards
                 reported = pool.submit(link.heartbeat, beat)
                 wait_until(lambda: membership.waiting_since() < math.inf, 10.0, "a report waits")
                 assert before < membership.waiting_since() < time.monotonic()

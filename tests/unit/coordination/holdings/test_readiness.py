@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 from cache_protocol.errors import NotReadyError, require_ready
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.auth.principals import ANYONE
-from cache_server.coordination import coordinator as coordinator_module
+from cache_server.coordination import readers
 from cache_server.coordination.catalogue import Catalogue
 from cache_server.coordination.coordinator import Coordinator
 from cache_server.coordination.holdings import holder_checks
@@ -151,9 +152,9 @@ def test_a_change_between_two_looks_is_told_at_once(
 ) -> None:
     node = FakeNode(coordinator, "one")
     info = coordinator.create(spec(source))
-    monkeypatch.setattr(coordinator, "_interval_s", 60.0)
-    monkeypatch.setattr(coordinator_module, "_WATCH_S", 60.0)
-    watch = coordinator.watch("table", info.fingerprint, lambda: True)
+    monkeypatch.setattr(readers, "_WATCH_S", 60.0)
+    patient = readers.Readers(coordinator.state, 60.0, threading.Event())
+    watch = patient.watch("table", info.fingerprint, lambda: True)
     next(watch)
     settle(node)  # while the watcher is busy
     began = time.monotonic()

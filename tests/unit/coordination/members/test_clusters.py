@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from cache_server.coordination.claims import Claims
 from cache_server.coordination.coordinator import Coordinator
 from cache_server.coordination.members.clusters import Clusters
 from tests.fake_nodes import TIMEOUT_S, Clock, FakeNode, settle, spec, state
@@ -14,8 +15,8 @@ from tests.fake_nodes import TIMEOUT_S, Clock, FakeNode, settle, spec, state
 @pytest.fixture
 def clusters(coordinator: Coordinator, clock: Clock) -> Clusters:
     """As the coordinator has them, by the clock of the test."""
-    coordinator._clusters = Clusters(coordinator._membership, clock)
-    return coordinator._clusters
+    coordinator.state.clusters = Clusters(coordinator.state.membership, clock)
+    return coordinator.state.clusters
 
 
 def test_nodes_that_join_while_placing_is_slow_are_placed_together_and_lose_nothing_meanwhile(
@@ -78,7 +79,7 @@ def test_a_node_that_is_not_trusted_any_more_is_placed_nowhere_at_once(
         FakeNode(coordinator, name).beat()
     clusters.look().spent.took_s = 100.0
 
-    with coordinator._changed:
-        coordinator._distrust("one", "it lies")
+    with coordinator.state.changed:
+        Claims(coordinator.state).distrust("one", "it lies")
 
     assert clusters.look().alive == {"two"}

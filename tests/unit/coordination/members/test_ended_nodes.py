@@ -28,9 +28,9 @@ KILLER = 3
 def test_a_shard_is_given_up_when_two_processes_ended_while_they_loaded_it() -> None:
     ended = ended_nodes.EndedNodes()
     ended.apply_report("a", "1", frozenset())
-    ended.note_told("a", frozenset({1, 2}))
+    ended.note_asked("a", frozenset({1, 2}))
     ended.apply_report("a", "1", frozenset({1}))  # shard 2 waits for a thread
-    ended.note_told("a", frozenset())
+    ended.note_asked("a", frozenset())
     ended.apply_report("a", "2", frozenset())  # the node started again
     ended.apply_report("b", "1", frozenset({1, ended_nodes.WHOLE_QUERY}))
     assert ended.given_up() == {}
@@ -53,7 +53,7 @@ def test_every_split_that_may_have_ended_the_nodes_is_named(
 ) -> None:
     settle(FakeNode(coordinator, "one"))
     coordinator.create(spec(source))
-    (record,) = coordinator._versions.values()
+    (record,) = coordinator.state.versions.values()
     error = str(record.ended_error({KILLER: ["one", "two"], 1: ["one", "two"]}))
     parts = [f"{source}/part-{number:03}.parquet" for number in (1, KILLER)]
     assert f"cannot load {' or '.join(parts)}: node one, node two ended meanwhile" in error

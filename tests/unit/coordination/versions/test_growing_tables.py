@@ -164,7 +164,7 @@ def test_credentials_of_others_share_nothing(coordinator: Coordinator, source: P
     coordinator.create(spec(source), by=ann)
     node = FakeNode(coordinator, "one")
     beat(node)
-    (version,) = coordinator._versions.values()
+    (version,) = coordinator.state.versions.values()
     version.pinned = replace(version.pinned, has_secrets=True)
     version.secrets = pb.Secrets(tables={"source": pb.TableSecrets(values={"key": "k"})})
     add_file(source, FILES)

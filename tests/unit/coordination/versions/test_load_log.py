@@ -176,7 +176,7 @@ def test_a_group_that_cannot_be_written_is_no_part_of_the_log(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(coordinator._catalogue, "write_log", refuse)
+        patch.setattr(coordinator.state.catalogue, "write_log", refuse)
         node.beat(load=[3])
         node.beat(load=[4])
         assert not coordinator.get("table").log.groups

@@ -17,7 +17,7 @@ from cache_protocol.errors import (
 )
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.auth.principals import Principal, Role, Viewer
-from cache_server.coordination import coordinator as coordinator_module
+from cache_server.coordination import loads
 from cache_server.coordination.coordinator import Coordinator
 from cache_server.plan.pinned_version import OpenPlan, PinnedVersion, plan_version
 from cache_server.shards.version_key import VersionKey
@@ -288,7 +288,7 @@ def closed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         }
         return replace(planned, pins=pins)
 
-    monkeypatch.setattr(coordinator_module, "plan_version", plan_with_counted_pins)
+    monkeypatch.setattr(loads, "plan_version", plan_with_counted_pins)
     return names
 
 

@@ -1,0 +1,203 @@
+"""What the coordinator knows, and the steps that keep it consistent."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+from cache_protocol.errors import DatasetNotFoundError, LoadError, NotReadyError
+from cache_protocol.v1 import cache_pb2 as pb
+from cache_server.auth.principals import EVERYTHING, Viewer
+from cache_server.coordination.catalogue import Catalogue
+from cache_server.coordination.holdings.capacity import check_capacity
+from cache_server.coordination.holdings.holder_checks import HolderChecks
+from cache_server.coordination.holdings.holdings import Holdings
+from cache_server.coordination.holdings.views import Views, as_seen_by
+from cache_server.coordination.members.clusters import Clusters
+from cache_server.coordination.members.membership import Membership
+from cache_server.coordination.versions.forecast import LoadRate
+from cache_server.coordination.versions.orphans import Orphans
+from cache_server.coordination.versions.states import State, Step
+from cache_server.coordination.versions.version_record import VersionRecord
+from cache_server.coordination.versions.versions import Versions
+from cache_server.coordination.versions.writes import Writes
+from cache_server.shards.put_key import PutKey
+from cache_server.shards.version_key import VersionKey
+
+logger = logging.getLogger(__name__)
+
+
+class CacheState:
+    """The catalogue, the members, the versions and the writes, under one lock.
+
+    Use all of it inside ``changed``, except where a method says otherwise.
+
+    Args:
+        catalogue, node_timeout_s, lease_s, checks, clock: see `Coordinator`.
+
+    Attributes:
+        changed: the lock; notified after every change.
+        num_changes: counted, so that a watch misses none.
+        listeners: called when the nodes have something new to do.
+        expected: the name of a dataset whose load will be created; None: there is none.
+        load_rate: how fast the nodes load.
+    """
+
+    def __init__(
+        self,
+        catalogue: Catalogue,
+        *,
+        node_timeout_s: float,
+        lease_s: float,
+        checks: HolderChecks,
+        clock: Callable[[], float],
+    ) -> None:
+        self.catalogue = catalogue
+        self.lease_s = lease_s
+        self.checks = checks
+        self.clock = clock
+        self.changed = threading.Condition()
+        self.num_changes = 0
+        self.listeners: list[Callable[[], None]] = []
+        self.expected: str | None = None
+        self.load_rate = LoadRate()
+        self.versions = Versions(catalogue.read(), clock(), catalogue.damaged)
+        self.membership = Membership(catalogue, node_timeout_s, clock)
+        self.clusters = Clusters(self.membership)
+        self.views = Views(self.versions, self.membership.members, checks, lease_s)
+        self.writes = Writes(self.membership.members, clock)
+        self.orphans = Orphans(
+            self.versions, self.membership, catalogue, lease_s=lease_s, clock=clock
+        )
+
+    def find(self, name: str, fingerprint: str = "", viewer: Viewer = EVERYTHING) -> VersionRecord:
+        """The version that a caller means; the errors are those of `Readers.get`."""
+        if (found := self.versions.find(name, fingerprint, viewer)) is not None:
+            return found
+        full = viewer.resolve(name)
+        error = self.versions.not_found(name, fingerprint, viewer)
+        if viewer.can_read(full, ()):
+            self.versions.require_undamaged(full, fingerprint)
+            self.orphans.require_none(full, fingerprint)
+            if full == self.expected and isinstance(error, DatasetNotFoundError):
+                raise NotReadyError(
+                    f"dataset {name!r} waits for the nodes, and for its source to be read"
+                )
+        raise error
+
+    def forget(self, *keys: VersionKey) -> None:
+        """Forgets versions; nodes remove their shards."""
+        self.orphans.drop(*keys)
+        for key in keys:
+            self.versions.forget(key)
+            self.views.forget(key)
+            self.checks.forget(key)
+            self.catalogue.forget(key)
+            logger.info("dataset forgotten name=%s fingerprint=%s", key.dataset, key.fingerprint)
+        if keys:
+            self.mark_changed()
+
+    def holdings(self, version: VersionRecord) -> Holdings:
+        """What the nodes hold of a version now."""
+        return self.views.look(version, self.clusters.look())
+
+    def describe(self, version: VersionRecord, viewer: Viewer) -> pb.DatasetInfo:
+        """A version for a caller."""
+        return as_seen_by(viewer, self.views.describe(self.holdings(version)))
+
+    def check_capacity(self, wanted: VersionRecord) -> None:
+        """Refuses a version that cannot fit: a new one, or one with another spec."""
+        key = wanted.pinned.key
+        existing = self.versions.get(key)
+        # Shards of a failed attempt of the same version are removed.
+        lasts = existing is not None and existing.attempt == wanted.attempt
+        check_capacity(
+            self.holdings(wanted),
+            [self.holdings(version) for other, version in self.versions.items() if other != key],
+            self.membership.members,
+            alive=self.membership.alive(),
+            will_be_removed=lambda other, actual: (
+                self._will_be_removed(other, actual) or (other == key and not lasts)
+            ),
+        )
+
+    def _will_be_removed(self, key: VersionKey, actual: pb.ActualDataset) -> bool:
+        """Whether a node removes a version at its next heartbeat."""
+        if (put := PutKey.of(key.fingerprint)) is not None:
+            return not self.writes.keeps(put) and key not in self.orphans.find()
+        version = self.versions.get(key)
+        if version is None:
+            return key not in self.orphans.find()
+        return version.state.has_failed or not version.is_current(actual)
+
+    def next_attempt(self, key: VersionKey) -> int:
+        """The attempt for a version that is new, or has failed."""
+        version = self.versions.get(key)
+        return self.orphans.attempt(key) if version is None else version.attempt + 1
+
+    def mark_changed(self, key: VersionKey | None = None) -> None:
+        """Wakes watchers and outdates views, after a change.
+
+        Args:
+            key: of the version that changed; None: all may have.
+        """
+        self.num_changes += 1
+        self.views.outdate(key)
+        self.changed.notify_all()
+
+    def notify_listeners(self) -> None:
+        """Says that the nodes have something new to do; not inside the lock."""
+        for callback in self.listeners:
+            callback()
+
+    def settle(self) -> None:
+        """Takes every version to the state that follows from the nodes; forgets replaced ones."""
+        self.writes.end_old()
+        alive = self.membership.alive()
+        for key, version in self.versions.items():
+            if version.ended.note_lost(alive):
+                self.mark_changed(key)
+            if version.state.is_loading and (ends := version.ended.given_up()):
+                self._fail(version, version.ended_error(ends))
+            if not version.state.has_failed and version.extend_log(self.catalogue):
+                self.mark_changed(key)
+            if version.state.is_loading and (starts := version.row_starts()) is not None:
+                self._complete(version, num_rows=starts[-1])
+        since = self.clock() - self.lease_s
+        self.forget(*self.versions.replaced(self._is_served, since))
+        for version in self.versions.values():
+            version.save_failure(self.catalogue)
+
+    def _is_served(self, version: VersionRecord) -> bool:
+        return version.state is State.SERVED and self.holdings(version).is_ready()
+
+    def _complete(self, version: VersionRecord, *, num_rows: int) -> None:
+        """Takes a version whose shards were all sealed once to `State.SERVED`, if it is ready."""
+        planned = version.pinned.max_rows
+        if version.pinned.keeps_every_row and num_rows != planned:
+            reason = f"it has {num_rows} rows, but the metadata of its files says {planned}"
+            self._fail(version, version.load_error(reason))
+        elif self.holdings(version).is_ready():
+            self._serve(version, num_rows=num_rows)
+        elif lost := self.holdings(version).lost_rows():
+            self._fail(version, version.load_error(lost))
+
+    def _fail(self, version: VersionRecord, error: LoadError) -> None:
+        version.fail(error)
+        self.mark_changed(version.pinned.key)
+
+    def _serve(self, version: VersionRecord, *, num_rows: int) -> None:
+        version.advance(Step.COMPLETE)
+        version.release()
+        self.mark_changed()
+        try:
+            version.save(self.catalogue)
+        except LoadError as error:  # a restart would lose its shards
+            version.fail(error)
+            return
+        if version.asked_at is not None:
+            elapsed_s = self.clock() - version.asked_at
+            nodes = len(self.membership.alive())
+            self.load_rate.record(version.pinned, elapsed_s, nodes, version.reused)
+        logger.info("dataset ready name=%s rows=%d", version.pinned.spec.name, num_rows)

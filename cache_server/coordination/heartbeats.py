@@ -1,0 +1,154 @@
+"""Takes the reports of nodes, and answers what each should hold."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Set
+from dataclasses import astuple
+
+from cache_protocol.v1 import cache_pb2 as pb
+from cache_server.auth.principals import ANYONE, Principal
+from cache_server.coordination.cache_state import CacheState
+from cache_server.coordination.claims import Claims
+from cache_server.coordination.members.membership import Answer, Member
+from cache_server.jobs.jobs import Jobs
+from cache_server.jobs.reports import checked_report
+from cache_server.shards.version_key import VersionKey
+
+
+class Heartbeats:
+    """Applies heartbeats. Thread-safe.
+
+    Args:
+        jobs: take the reports of readers.
+        endpoints: of this coordinator.
+        interval_s: of every node.
+    """
+
+    def __init__(
+        self,
+        state: CacheState,
+        claims: Claims,
+        jobs: Jobs,
+        endpoints: pb.CoordinatorEndpoints,
+        interval_s: float,
+    ) -> None:
+        self._state = state
+        self._claims = claims
+        self._jobs = jobs
+        self._endpoints = endpoints
+        self._interval_s = interval_s
+        self._answers = secrets.randbits(62)  # numbered; another coordinator uses other numbers
+
+    def apply(
+        self, request: pb.HeartbeatRequest, *, by: Principal | None = None, host: str = ""
+    ) -> pb.HeartbeatResponse:
+        """Applies the report of a node, and answers what it should hold.
+
+        What the node has of the last answer is not sent again. If the report leaves out what this
+        coordinator does not know, the answer asks for all of it, and nothing else happens.
+
+        Args:
+            by: sent it. The id of the node is theirs until the node counts as lost. None: the node
+                of this process, which is believed.
+            host: where a new node was called back; empty: it was not.
+
+        Raises:
+            ConfigError: another live node has the same id, or there is no place for the node.
+            PermissionDeniedError: another principal reported for this id.
+            RequestError: a report of a reader is no valid one.
+        """
+        reports = [checked_report(report) for report in request.reports]
+        with self._state.changed:
+            reporter = (by or ANYONE).process
+            if not self._state.membership.completes(request, reporter):
+                return pb.HeartbeatResponse(resend=True, coordinator=self._endpoints)
+            returns = self._returns(request.node.id)
+            member = self._state.membership.apply_heartbeat(
+                request, reporter, is_own=by is None, host=host
+            )
+            self._take(member, believed=returns or member.is_own)
+            self._state.settle()
+            wanted = self._wanted(member, with_schemas=not request.takes_digests)
+            response = self._as_answer(member, wanted, known_to_node=request.answer)
+        self._jobs.apply(reports)
+        if member.has_news:
+            self._claims.write_proven()
+        return response
+
+    def _returns(self, node_id: str) -> bool:
+        """Whether a proven node reports for the first time after a restart of the coordinator."""
+        known = self._state.membership.members.get(node_id)
+        is_new = known is not None and known.reporter is None
+        is_alive = node_id in self._state.membership.alive()
+        return is_new and is_alive and self._claims.was_proven(node_id)
+
+    def _take(self, member: Member, *, believed: bool) -> None:
+        """Takes what a node reports.
+
+        Args:
+            believed: its claims count without a look at the files.
+        """
+        node_id = member.node.id
+        if member.has_news:
+            self._claims.apply_news(member, believed=believed)
+        self._claims.apply_waiting(node_id)
+        if member.has_news and not member.untrusted:
+            self._state.writes.apply_report(node_id, member.actual, member.changed)
+        running = {} if member.untrusted else member.running
+        held = {} if member.untrusted else member.actual
+        for key, version in self._state.versions.items():
+            loads = running.get(key, frozenset())
+            version.ended.apply_report(node_id, member.node.process, loads)
+            if key in held and held[key].HasField("idle_s"):
+                used_at = self._state.clock() - held[key].idle_s
+                version.last_used = max(version.last_used or 0.0, used_at)
+        self._claims.distrust_liar(node_id)
+
+    def _wanted(self, member: Member, *, with_schemas: bool) -> pb.HeartbeatResponse:
+        """What a node should hold, and keep until it is told more."""
+        state, node_id = self._state, member.node.id
+        wanted = pb.HeartbeatResponse(
+            room_may_come=not state.membership.is_stable(),
+            writes=state.writes.messages(state.versions.moving(), with_schemas=with_schemas),
+        )
+        # A node that is not placed yet keeps what it has.
+        is_placed = node_id in state.clusters.look().alive and not member.untrusted
+        for version in state.versions.values() if is_placed else ():
+            if not version.state.has_failed:
+                view = state.holdings(version)
+                if asked := view.loads(node_id):
+                    version.ended.note_asked(node_id, asked)
+                    state.checks.assign(version.pinned.key, node_id, asked)
+                wanted.datasets.append(view.desired(node_id))
+        # An untrusted node changes nothing, so that its files can be examined.
+        kept: Set[VersionKey] = member.actual.keys()
+        if is_placed:
+            kept = kept - state.versions.keys()
+            kept = kept & state.orphans.find() if kept else kept
+        for key in sorted(kept, key=astuple):
+            wanted.kept.add(dataset=key.dataset, fingerprint=key.fingerprint)
+        return wanted
+
+    def _as_answer(
+        self, member: Member, wanted: pb.HeartbeatResponse, *, known_to_node: int
+    ) -> pb.HeartbeatResponse:
+        """The answer to a node, without what it has of the last one.
+
+        Args:
+            known_to_node: the number of that answer, as the node says.
+        """
+        before = member.answer
+        if before is None or before.content != wanted:
+            self._answers += 1
+            member.answer = before = Answer(self._answers, wanted)
+        response = pb.HeartbeatResponse(
+            interval_s=self._state.membership.interval_s(self._interval_s),
+            coordinator=self._endpoints,
+            report=member.report,
+            answer=before.number,
+            unchanged=before.number == known_to_node,
+        )
+        if not response.unchanged:
+            response.MergeFrom(wanted)
+        return response

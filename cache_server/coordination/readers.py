@@ -1,0 +1,157 @@
+"""Answers callers that read: which versions there are, and where their rows lie."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from cache_protocol.errors import CacheError
+from cache_protocol.v1 import cache_pb2 as pb
+from cache_protocol.wire.channels import rest_s
+from cache_server.auth.principals import EVERYTHING, Viewer
+from cache_server.coordination.cache_state import CacheState
+from cache_server.coordination.holdings.views import as_seen_by
+from cache_server.coordination.versions.states import State
+from cache_server.coordination.versions.versions import EpochVersions, newest
+
+_WATCH_S = 0.5
+
+
+class Readers:
+    """What callers see of the versions. Thread-safe.
+
+    Args:
+        interval_s: the longest time between two states of a watch.
+        closed: ends the watches.
+    """
+
+    def __init__(self, state: CacheState, interval_s: float, closed: threading.Event) -> None:
+        self._state = state
+        self._interval_s = interval_s
+        self._closed = closed
+        self._epochs = EpochVersions(state.lease_s, state.clock)
+
+    def get(
+        self,
+        name: str,
+        fingerprint: str = "",
+        *,
+        lease: bool = False,
+        viewer: Viewer = EVERYTHING,
+        follow: pb.EpochOfJob | None = None,
+    ) -> pb.DatasetInfo:
+        """The version with ``fingerprint``, or the newest one of ``name`` that has not failed.
+
+        A failed load does not affect readers of an older version. If every version failed, the
+        newest one is returned, with its error.
+
+        Args:
+            lease: its rows are about to be read, so it is kept for a while after it is replaced.
+            viewer: who asks; other datasets do not exist for it.
+            follow: the version that a job reads in an epoch, if there is no fingerprint.
+
+        Raises:
+            DatasetNotFoundError: lists the existing datasets.
+            StaleVersionError: ``name`` exists, but not with this fingerprint.
+            NotReadyError: nodes may hold it, but the catalogue was lost: see `Orphans`.
+            LoadError: its catalogue entry is damaged.
+        """
+        with self._state.changed:
+            if follow is not None and not fingerprint:
+                fingerprint = self._fingerprint_of_epoch(name, follow, viewer)
+            version = self._state.find(name, fingerprint, viewer)
+            if lease:
+                version.last_used = self._state.clock()
+            return self._state.describe(version, viewer)
+
+    def _fingerprint_of_epoch(self, name: str, follow: pb.EpochOfJob, viewer: Viewer) -> str:
+        """The version of an epoch; empty if there is no ready one."""
+        full = viewer.resolve(name)
+        ready = {
+            version.pinned.key.fingerprint: version
+            for version in self._state.versions.seen_by(viewer, full)
+            if version.state is State.SERVED
+        }
+        if (latest := newest(ready.values())) is None:
+            return ""
+        self._state.versions.require_undamaged(full)
+        asked = viewer.namespace, follow.job, follow.epoch, full
+        return self._epochs.choose(asked, latest.pinned.key.fingerprint, ready.keys())
+
+    def failure(self, name: str, fingerprint: str) -> CacheError | None:
+        """Why a version cannot be served; None while it is served or loaded.
+
+        Raises:
+            DatasetNotFoundError, StaleVersionError: it was dropped.
+        """
+        with self._state.changed:
+            return self._state.holdings(self._state.find(name, fingerprint)).failure()
+
+    def datasets(self, viewer: Viewer = EVERYTHING) -> list[pb.DatasetInfo]:
+        """The version that `get` returns of each dataset that a viewer sees, by name."""
+        with self._state.changed:
+            known = self._state.versions.newest_of_each(viewer)
+            return self._state.versions.damaged.among(
+                [self._state.describe(v, viewer) for v in known], viewer
+            )
+
+    def summaries(self, viewer: Viewer = EVERYTHING) -> list[pb.DatasetInfo]:
+        """Like `datasets`, without schemas, shards and nodes; cheap, for the status page."""
+        with self._state.changed:
+            summaries = []
+            for version in self._state.versions.newest_of_each(viewer):
+                summary = self._state.holdings(version).summarize()
+                if version.asked_at is not None and summary.state == pb.DATASET_STATE_LOADING:
+                    summary.progress.elapsed_s = self._state.clock() - version.asked_at
+                summaries.append(as_seen_by(viewer, summary))
+            return self._state.versions.damaged.among(summaries, viewer)
+
+    def delete(self, name: str, *, viewer: Viewer = EVERYTHING) -> None:
+        """Forgets every version of ``name``; nodes remove the shards at their next heartbeat.
+
+        Raises:
+            DatasetNotFoundError: lists the existing datasets.
+        """
+        full = viewer.resolve(name)
+        with self._state.changed:
+            orphans = self._state.orphans.find(full)
+            if not orphans and self._state.versions.damaged.of(full) is None:
+                self._state.find(name, viewer=viewer)
+            self._state.orphans.drop(*orphans)
+            self._state.forget(*self._state.versions.named(full))
+            if full == self._state.expected:
+                self._state.expected = None
+            self._state.mark_changed()
+        self._state.notify_listeners()
+
+    def watch(
+        self,
+        name: str,
+        fingerprint: str,
+        active: Callable[[], bool],
+        *,
+        viewer: Viewer = EVERYTHING,
+    ) -> Iterator[pb.DatasetInfo]:
+        """The dataset at every change, until it is ready or failed, or ``active()`` is false.
+
+        While it loads, it has no shards and nodes. It is repeated at least every half second.
+
+        Raises:
+            DatasetNotFoundError, StaleVersionError, NotReadyError: as `get`.
+        """
+        while active() and not self._closed.is_set():
+            with self._state.changed:
+                seen, begun = self._state.num_changes, time.perf_counter()
+                version = self._state.find(name, fingerprint, viewer)
+                info = self._state.holdings(version).summarize()
+                loads = info.state == pb.DATASET_STATE_LOADING
+                info = as_seen_by(viewer, info) if loads else self._state.describe(version, viewer)
+                took_s = time.perf_counter() - begun
+            yield info
+            if not loads:
+                return
+            self._closed.wait(rest_s(took_s))
+            with self._state.changed:
+                if self._state.num_changes == seen and not self._closed.is_set():
+                    self._state.changed.wait(min(self._interval_s, _WATCH_S))

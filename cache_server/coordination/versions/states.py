@@ -1,0 +1,59 @@
+"""The states of a version, and the steps from one to the next. Pure."""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+
+
+class State(Enum):
+    """What became of a version so far.
+
+    Attributes:
+        LOADING: nodes load it, or move the rows of its write.
+        RESUMED: as `LOADING`, but begun before a restart, which lost the pins of its source.
+        SERVED: every replica was there once, so readers may depend on its rows.
+        FAILING: it failed, and the catalogue does not say so yet.
+        FAILED: it failed, also for a coordinator that starts again.
+    """
+
+    LOADING = auto()
+    RESUMED = auto()
+    SERVED = auto()
+    FAILING = auto()
+    FAILED = auto()
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether it may still become ready for the first time."""
+        return self in (State.LOADING, State.RESUMED)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it must be loaded again."""
+        return self in (State.FAILING, State.FAILED)
+
+
+class Step(Enum):
+    """What happens to a version.
+
+    Attributes:
+        COMPLETE: every replica of every shard is served.
+        FAIL: its load cannot succeed, or its entry cannot be written.
+        SAVE: the catalogue says that it failed.
+    """
+
+    COMPLETE = auto()
+    FAIL = auto()
+    SAVE = auto()
+
+
+TRANSITIONS: dict[tuple[State, Step], State] = {
+    (State.LOADING, Step.COMPLETE): State.SERVED,
+    (State.LOADING, Step.FAIL): State.FAILING,
+    (State.RESUMED, Step.COMPLETE): State.SERVED,
+    (State.RESUMED, Step.FAIL): State.FAILING,
+    (State.SERVED, Step.FAIL): State.FAILING,
+    (State.FAILING, Step.FAIL): State.FAILING,
+    (State.FAILING, Step.SAVE): State.FAILED,
+    (State.FAILED, Step.FAIL): State.FAILED,
+}

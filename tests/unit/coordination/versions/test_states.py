@@ -1,0 +1,77 @@
+"""What a version becomes, step by step."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from cache_protocol.errors import LoadError
+from cache_server.coordination.coordinator import Coordinator
+from cache_server.coordination.versions.states import TRANSITIONS, State, Step
+from cache_server.coordination.versions.version_record import VersionRecord
+from tests.conftest import write_numbered
+from tests.fake_nodes import FakeNode, settle, spec
+
+# From each state: after COMPLETE, FAIL and SAVE; None: that step never happens there.
+TABLE = {
+    State.LOADING: (State.SERVED, State.FAILING, None),
+    State.RESUMED: (State.SERVED, State.FAILING, None),
+    State.SERVED: (None, State.FAILING, None),
+    State.FAILING: (None, State.FAILING, State.FAILED),
+    State.FAILED: (None, State.FAILED, None),
+}
+
+
+@pytest.mark.parametrize(("state", "step"), [*itertools.product(State, Step)])
+def test_every_step_from_every_state(state: State, step: Step) -> None:
+    assert TRANSITIONS.get((state, step)) is TABLE[state][[*Step].index(step)]
+
+
+def test_a_state_loads_or_was_served_or_has_failed() -> None:
+    for state in State:
+        assert state.is_loading + (state is State.SERVED) + state.has_failed == 1
+
+
+def test_the_first_failure_stays_and_is_written_once(
+    coordinator: Coordinator, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    coordinator.create(spec(source))
+    (version,) = coordinator.state.versions.values()
+    written: list[object] = []
+    monkeypatch.setattr(
+        coordinator.state.catalogue, "write", lambda *args, **kw: written.append(kw)
+    )
+
+    version.fail(LoadError("first"))
+    version.fail(LoadError("second"))
+    coordinator.state.settle()
+    coordinator.state.settle()
+
+    assert (str(version.failure), version.state) == ("first", State.FAILED)
+    assert len(written) == 1
+
+
+def test_each_version_is_looked_at_once_however_many_there_are(
+    coordinator: Coordinator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = FakeNode(coordinator, "one")
+    for rows in range(4, 12):
+        coordinator.create(spec(write_numbered(tmp_path / f"v{rows}", rows, files=1)))
+        settle(node)
+        for version in coordinator.state.versions.values():
+            version.last_used = coordinator.state.clock()  # so none is forgotten
+    assert len(coordinator.state.versions) == 8
+    looks: Counter[int] = Counter()
+    is_read_since = VersionRecord.is_read_since
+
+    def counted(version: VersionRecord, time_s: float) -> bool:
+        looks[version.created] += 1
+        return is_read_since(version, time_s)
+
+    monkeypatch.setattr(VersionRecord, "is_read_since", counted)
+    coordinator.state.settle()
+
+    assert {*looks.values()} == {1} and len(looks) == 8
