@@ -90,7 +90,7 @@ def rows_are_sound(levels: Sequence[Level], rows: Ids) -> bool:
 def are_within(starts: _Offsets, stops: _Offsets, limit: int | _Offsets) -> bool:
     """Whether ``0 <= starts <= stops <= limit`` holds everywhere, by the sign of one number each.
 
-    If an offset is negative, so is the number. Else no difference overflows.
+    A negative offset makes the number negative. Otherwise no difference overflows.
     """
     signs = np.subtract(limit, stops, dtype=stops.dtype)
     signs |= stops - starts

@@ -356,11 +356,11 @@ def test_an_unexpected_exception_shows_no_secret(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    secrets = {"token": "hush-hush", "key": "-----BEGIN-----\nhush-line\n-----END-----"}
+    secrets = {"token": "hush-hush", "aws_secret_access_key": "hush-line"}
 
     def broken(*arguments: object) -> Iterator[pa.RecordBatch]:
         try:
-            raise ValueError(f"no key in {secrets['key']}")
+            raise ValueError(f"no key in {secrets['aws_secret_access_key']}")
         except ValueError as error:
             raise ZeroDivisionError(f"with {secrets}") from error
 

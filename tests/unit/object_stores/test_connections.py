@@ -8,8 +8,8 @@ from cache_protocol.errors import RequestError
 from cache_server.object_stores import expand
 from cache_server.object_stores.client import Location
 from cache_server.object_stores.connections import client_for
-from tests.integration.object_stores.conftest import PARQUET
 from tests.object_store import S3Server
+from tests.unit.object_stores.conftest import PARQUET
 
 
 def test_connections_are_kept(s3: S3Server) -> None:

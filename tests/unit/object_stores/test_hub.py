@@ -20,8 +20,8 @@ from cache_protocol.errors import LoadError, RequestError
 from cache_protocol.spec.dataset_spec import DatasetSpec
 from cache_server.object_stores import download, expand, read_tail
 from cache_server.tables.files import find_files
-from tests.integration.object_stores.conftest import MIB, PARQUET
 from tests.store_stubs import HubStub, Served, self_signed
+from tests.unit.object_stores.conftest import MIB, PARQUET
 
 
 @pytest.fixture

@@ -14,9 +14,9 @@ from cache_protocol.errors import LoadError
 from cache_server.object_stores import download, expand
 from cache_server.object_stores.client import Location
 from cache_server.object_stores.connections import client_for
-from tests.integration.object_stores.conftest import MIB, PARQUET, one
 from tests.object_store import S3Server
 from tests.store_stubs import FilesStub, Served, self_signed
+from tests.unit.object_stores.conftest import MIB, PARQUET, one
 from tests.waiting import wait_until
 
 

@@ -28,9 +28,7 @@ SERVICE = {"metadata": {"name": "train-1-cache"}, "spec": {}}
 
 
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServer]:
-    for name in ("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"):
-        monkeypatch.delenv(name, raising=False)
+def server() -> Iterator[ApiServer]:
     with ApiServer() as running_:
         yield running_
 
