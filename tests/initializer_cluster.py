@@ -22,7 +22,7 @@ from tests.api_server import ApiServer
 from tests.stateful_sets import StatefulSets
 from tests.waiting import wait_until
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 JOB, NAMESPACE = "train-1", "team-a"
 URI = "s3://bucket/tpch/lineitem/"
 # Exactly the rights of the shipped role.

@@ -22,7 +22,7 @@ from tests.api_server import ApiServer, Fault
 from tests.stateful_sets import StatefulSets, running, starting
 from tests.waiting import wait_until
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 NAMESPACE = "team-a"
 SERVICE = {"metadata": {"name": "train-1-cache"}, "spec": {}}
 
