@@ -55,28 +55,28 @@ e2e: $(WITH)frameworks  ## run TrainJobs on a cluster: KUBECONFIG=FILE or E2E_CO
 	E2E_KUBECONFIG="$(KUBECONFIG)" $(BIN)/pytest tests/e2e $(ARGS)
 
 soak: $(WITH)test  ## check every row while nodes die, freeze, rot and lie; 2 minutes, ARGS="--seed 1"
-	$(BIN)/python -m tests.soak $(ARGS)
+	$(BIN)/python -m benchmarks.trials.soak $(ARGS)
 
 soak-writes: $(WITH)test  ## write tables while 200 writers, nodes and coordinators are killed; ARGS="--seconds 60"
-	$(BIN)/python -m tests.write_soak $(ARGS)
+	$(BIN)/python -m benchmarks.trials.write_soak $(ARGS)
 
 fuzz: $(WITH)test  ## send a million malformed calls to a node with tokens; 20 minutes, ARGS="--calls 20000 --seed 1"
-	$(BIN)/python -m tests.fuzz $(ARGS)
+	$(BIN)/python -m benchmarks.trials.fuzz $(ARGS)
 
 soak-queries: $(WITH)test  ## compare 20,000 generated queries with DuckDB; 5 minutes, ARGS="--seed 1"
-	$(BIN)/python -m tests.differential $(ARGS)
+	$(BIN)/python -m benchmarks.trials.differential $(ARGS)
 
 damage: $(WITH)test  ## load 20,000 damaged files: no process ends, each is named; ARGS="--seed 1"
-	$(BIN)/python -m tests.damaged_files $(ARGS)
+	$(BIN)/python -m benchmarks.trials.damaged_files $(ARGS)
 
 writers: $(WITH)test  ## compare 200 tables of eight writers with DuckDB; ARGS="--seed 1"
-	$(BIN)/python -m tests.writers $(ARGS)
+	$(BIN)/python -m benchmarks.trials.writers $(ARGS)
 
 large: $(WITH)test  ## load and read columns of more than 2 GiB; 10 minutes, 8 GB of memory
-	$(BIN)/python -m tests.large_columns $(ARGS)
+	$(BIN)/python -m benchmarks.trials.large_columns $(ARGS)
 
 soak-texts: $(WITH)test  ## load 20,000 damaged files of JSON and CSV; 5 minutes, ARGS="--seed 20000"
-	$(BIN)/python -m tests.text_fuzz $(ARGS)
+	$(BIN)/python -m benchmarks.trials.text_fuzz $(ARGS)
 
 check: $(WITH)check $(PROTO_STAMP)  ## lint, formatting, types, generated code
 	$(BIN)/ruff check .

@@ -57,6 +57,8 @@ class LocalNode:
         )
         self.token = token
         self._process: subprocess.Popen[str] | None = None
+        self._spawning = threading.Lock()
+        self._attempt: object = None  # of the latest start; None after `kill`
         self._reserved_ports: list[socket.socket] = []
         self._log_start = 0  # offset of the running process's lines, in bytes
         self.endpoint = ""
@@ -112,9 +114,10 @@ class LocalNode:
                 *self._arguments,
             ]  # fmt: skip
             # In a thread: a signal in the main thread could otherwise interrupt Popen after the
-            # process has started, and leak it.
+            # process has started, and leak it. It may still interrupt the start of the thread.
+            self._attempt = attempt = object()
             with ThreadPoolExecutor(1) as thread:
-                thread.submit(self._spawn, command, log_file).result()
+                thread.submit(self._spawn_unless_killed, attempt, command, log_file).result()
 
     def wait_until_listening(self) -> None:
         """Waits until the process of `begin` listens.
@@ -138,6 +141,8 @@ class LocalNode:
 
     def kill(self) -> None:
         """Kills the process (SIGKILL), like a crash."""
+        with self._spawning:
+            self._attempt = None
         if self._process is not None:
             self._process.kill()
             self._reap()
@@ -177,6 +182,13 @@ class LocalNode:
         """The end of the node's log, without the bytes before ``since``."""
         log = self.log.read_bytes()[since:] if self.log.exists() else b""
         return log[-max_bytes:].decode("utf-8", "replace")
+
+    def _spawn_unless_killed(
+        self, attempt: object, command: Sequence[str], log_file: IO[bytes]
+    ) -> None:
+        with self._spawning:
+            if self._attempt is attempt:
+                self._spawn(command, log_file)
 
     def _spawn(self, command: Sequence[str], log_file: IO[bytes]) -> None:
         self._process = subprocess.Popen(

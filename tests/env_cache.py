@@ -88,7 +88,7 @@ class EnvNode:
         """What the health service says."""
         with grpc.insecure_channel(self.control_location) as channel:
             request = health_pb2.HealthCheckRequest(service="ready")
-            answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=10)
+            answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=30)
         return bool(answer.status == SERVING)
 
     def wait_until_ready(self) -> None:

@@ -133,9 +133,11 @@ def lie(node: FalseNode, control: str, cache_dir: str, dataset: str) -> None:
                 control_location=own_control,
             )  # fmt: skip
             with suppress(grpc.RpcError):
-                info = coordinator.GetDataset(pb.GetDatasetRequest(name=dataset), timeout=5).dataset
+                info = coordinator.GetDataset(
+                    pb.GetDatasetRequest(name=dataset), timeout=30
+                ).dataset
                 if info.state == pb.DATASET_STATE_READY:
-                    coordinator.Heartbeat(false_report(info, described), timeout=5)
+                    coordinator.Heartbeat(false_report(info, described), timeout=30)
                     print(name, node.gathers, node.files, flush=True)
             time.sleep(0.1)
 

@@ -1,11 +1,13 @@
 """A TrainJob on an API server, and the runs of its initializer.
 
-Runs are threads of this process; `test_program.py` runs real programs for signals and crashes.
+Runs are threads of this process; real programs, for signals and crashes, are in
+`integration/initializer/test_program.py`.
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +19,10 @@ from cache_runtimes.initializer.plan import Planned, plan_objects
 from cache_runtimes.initializer.program import Ending, run
 from cache_runtimes.initializer.settings import from_env
 from tests.api_server import ApiServer
+from tests.stateful_sets import StatefulSets
 from tests.waiting import wait_until
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 JOB, NAMESPACE = "train-1", "team-a"
 URI = "s3://bucket/tpch/lineitem/"
 # Exactly the rights of the shipped role.
@@ -165,3 +168,22 @@ class Run:
     def _join(self) -> None:
         self._thread.join(WAIT_S)
         assert not self._thread.is_alive()
+
+
+@pytest.fixture(autouse=True)
+def no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[InitializerCluster]:
+    with ApiServer() as server:
+        yield InitializerCluster(server, tmp_path)
+
+
+@pytest.fixture
+def pods(cluster: InitializerCluster) -> Iterator[StatefulSets]:
+    """A controller that brings every pod up."""
+    with StatefulSets(cluster.store) as controller:
+        yield controller

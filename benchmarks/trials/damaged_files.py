@@ -1,6 +1,6 @@
 """Loads damaged files: each is read, or refused by an error that names it, and no process ends.
 
-    python -m tests.damaged_files [--cases 20000] [--first 0] [--seed 0]
+    python -m benchmarks.trials.damaged_files [--cases 20000] [--first 0] [--seed 0]
 
 Changes one to three bytes, cuts the end off or repeats a piece, in the metadata or anywhere: of
 Parquet and Arrow files, on this machine and in S3, and of the metadata of an Iceberg table, which
@@ -104,7 +104,7 @@ def damaged(data: bytes, metadata: int, draw: random.Random) -> bytes:
 
 
 class Lake:
-    """An Iceberg table, of which one file of metadata is damaged at a time."""
+    """An Iceberg table; damages one file of its metadata at a time."""
 
     def __init__(self, directory: Path) -> None:
         flat = table().drop_columns(["pairs", "kinds"])

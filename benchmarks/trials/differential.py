@@ -1,6 +1,6 @@
 """Compares generated queries: DataFusion, as a load runs it, with DuckDB.
 
-    python -m tests.differential [--queries 20000] [--seed 0]
+    python -m benchmarks.trials.differential [--queries 20000] [--seed 0]
 
 The suite compares 500; `make soak-queries` thousands, after a change of DataFusion's version or of
 `cache_server.sql`. A seed draws the same queries again. Ends with 1 after a disagreement: fix it,

@@ -1,10 +1,10 @@
 """Sends malformed calls to every verb of a node with tokens, and checks that only the calls fail.
 
-``make fuzz`` sends a million; ``python -m tests.fuzz --calls 5000 --seed 7`` repeats a run. The
-callers have a good token of any role, a wrong one or none. They also send options, sources, row
-expressions and reports that mean harm, see `tests.tenant_inputs`; ``--no-tenants`` leaves these
-out. The node must not end, write no traceback and reach no listener, its memory and descriptors
-must stay flat, and an epoch that is read meanwhile must be exact.
+``make fuzz`` sends a million; ``python -m benchmarks.trials.fuzz --calls 5000 --seed 7`` repeats a
+run. The callers have a good token of any role, a wrong one or none. They also send options,
+sources, row expressions and reports that mean harm, see `tenant_inputs`; ``--no-tenants`` leaves
+these out. The node must not end, write no traceback and reach no listener, its memory and
+descriptors must stay flat, and an epoch that is read meanwhile must be exact.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ import pyarrow.flight as flight
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
+from benchmarks.trials import tenant_inputs
 from cache_client import CacheClient, CacheIterableDataset, DatasetSpec
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.v1 import cache_pb2_grpc
 from cache_server.local import LocalNode
-from tests import tenant_inputs
 from tests.conftest import write_numbered
 
 NAME, NUM_ROWS = "table", 2000
@@ -266,7 +266,7 @@ def run(calls: int, seed: int, *, max_growth_bytes_per_call: float, tenants: boo
     """Sends calls to a node; returns a line of numbers.
 
     Args:
-        tenants: also send options, expressions and reports of `tests.tenant_inputs`.
+        tenants: also send options, expressions and reports of `benchmarks.trials.tenant_inputs`.
 
     Raises:
         AssertionError: a call hung, or the node wrote a traceback, grew or gave wrong rows.

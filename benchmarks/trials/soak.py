@@ -1,6 +1,6 @@
 """Readers check every row they are given while nodes die, freeze, rot and lie, and sources change.
 
-    python -m tests.soak [--seconds 120] [--seed 0]
+    python -m benchmarks.trials.soak [--seconds 120] [--seed 0]
 
 The suite does so for a moment; `make soak` for minutes, after a change to what is served, moved
 or adopted. A seed draws the same actions again, though not at the same moments. Ends with 1 if a

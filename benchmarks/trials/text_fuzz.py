@@ -137,7 +137,7 @@ def main(arguments: list[str] | None = None) -> None:
         _run(given.here, given.seed, given.seed + given.cases)
         return
     folder = Path(tempfile.mkdtemp(prefix="text-fuzz-"))
-    command = [sys.executable, "-m", "tests.text_fuzz", "--here", str(folder)]
+    command = [sys.executable, "-m", "benchmarks.trials.text_fuzz", "--here", str(folder)]
     command += ["--seed", str(given.seed), "--cases", str(given.cases)]
     if (done := subprocess.run(command)).returncode:
         seed = (folder / "seed").read_text()

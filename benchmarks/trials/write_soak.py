@@ -1,6 +1,6 @@
 """Writers put and commit tables while writers, nodes and the coordinator are killed.
 
-    python -m tests.write_soak [--seconds 300] [--kills 200] [--seed 0]
+    python -m benchmarks.trials.write_soak [--seconds 300] [--kills 200] [--seed 0]
 
 Ends after so many seconds or kills. Each write must be there wholly, every row once and in order,
 or not at all. Half of the writes are appends: the rows before them must stay. A write that was
@@ -101,7 +101,7 @@ def _put(
 
 
 def writer(pipe: Connection, endpoint: str) -> None:
-    """A process that writes what it is told; says whether it was acknowledged."""
+    """A process that writes given rows; says whether they were acknowledged."""
     client = CacheClient(endpoint, timeout_s=20.0)
     pipe.send("ready")
     while True:

@@ -1,6 +1,6 @@
 """Compares what is loaded of files of eight writers with DuckDB's answers on the same files.
 
-    python -m tests.writers [--tables 200] [--first 0] [--filters 30] [--seed 0]
+    python -m benchmarks.trials.writers [--tables 200] [--first 0] [--filters 30] [--seed 0]
 
 Tables have columns of every type that a writer has, nulls at every level, and parts without rows.
 The suite tries some; `make writers` all. It ends with 1 where an answer differs.
@@ -93,7 +93,7 @@ def made_table(draw: random.Random, kinds: dict[str, tuple[pa.DataType, Draw]]) 
 
 
 def parts(table: pa.Table, draw: random.Random) -> Iterator[pa.Table]:
-    """The table in pieces, of which some have no rows."""
+    """The table in pieces; some have no rows."""
     bounds = sorted(draw.randrange(table.num_rows + 1) for _ in range(draw.randrange(3)))
     for start, stop in zip([0, *bounds], [*bounds, table.num_rows], strict=True):
         yield table.slice(start, stop - start)

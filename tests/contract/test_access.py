@@ -45,7 +45,7 @@ from tests.conftest import write_numbered
 from tests.control_clients import open_channel
 from tests.flight_clients import connect
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 ROWS = 100
 KEY = rsa.generate_private_key(public_exponent=65537, key_size=2048)
 TOKENS: Mapping[str, tuple[str, list[str]]] = {  # name -> namespace, roles

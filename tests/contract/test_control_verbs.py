@@ -38,7 +38,7 @@ from tests.conftest import write_numbered
 from tests.control_clients import open_channel
 from tests.waiting import files_below, wait_until
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 HEALTH = health_pb2.HealthCheckResponse
 
 

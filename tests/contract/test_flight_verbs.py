@@ -36,7 +36,7 @@ from tests.waiting import wait_until
 
 REPLICAS = 2  # of every shard
 NUM_ROWS, FILES = 1000, 4  # a file becomes a shard, and 250 rows are none of its row groups
-TIMEOUT = flight.FlightCallOptions(timeout=20)
+TIMEOUT = flight.FlightCallOptions(timeout=60)
 ROW_SCHEMA = pa.schema([pa.field("row", pa.int64())])
 
 

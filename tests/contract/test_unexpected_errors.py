@@ -22,7 +22,7 @@ from cache_server.rpc.control_service import ControlService
 from cache_server.rpc.flight_service import FlightService
 from tests.object_store import ACCESS_KEY_ID
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 KEY, SECRET = "secret_access_key", "open, sesame!"
 ADDRESS = "postgresql://u:p%40ss@db"
 

@@ -61,7 +61,7 @@ def local_cache(**settings: str) -> Iterator[subprocess.Popen[str]]:
         yield process
     finally:
         process.terminate()
-        process.communicate(timeout=30)
+        process.communicate(timeout=60)
 
 
 def test_the_ancestors_client_reads_an_iceberg_table_of_s3_by_the_ancestors_settings(
@@ -97,7 +97,7 @@ def test_bad_settings_are_all_named_at_once_and_no_secret_is(tmp_path: Path) -> 
         "CACHE_REPLICAS": "many",
     }
     with local_cache(**settings) as process:
-        _, errors = process.communicate(timeout=30)
+        _, errors = process.communicate(timeout=60)
 
     assert process.returncode == 78
     for word in ("METADATA_LOC", "SECRET_ACCESS_KEY", "CACHE_REPLICAS", "'many'"):

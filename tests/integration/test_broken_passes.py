@@ -146,14 +146,14 @@ def test_nodes_that_hang_at_once_are_waited_for_together(source: Path) -> None:
         shards = shard_maps.wait_for_plan(four.endpoint, "table", ["row"], DEADLINE_S)
         hanging = four.nodes[1:]
         with reading_reader.Reader(
-            four.endpoint, shards, columns=("row",), deadline_s=DEADLINE_S
+            four.endpoint, shards, columns=("row",), deadline_s=4 * DEADLINE_S
         ) as reader:
             try:
                 for node in hanging:
                     hang(node)()
                 begun = time.monotonic()
                 pieces = reader.fetch(np.arange(ROWS))
-                assert time.monotonic() - begun < DEADLINE_S * 2 / 3
+                assert time.monotonic() - begun < 4 * DEADLINE_S * 2 / 3
             finally:
                 for node in hanging:
                     go_on(node)()
@@ -256,7 +256,7 @@ def test_a_node_that_hangs_for_good_is_named_soon_after_the_deadline(
     try:
         with pytest.raises(NodeUnavailableError, match=rf"step \d+: .*{node.node_id}.*'table'"):
             rows_with(dataset(nodes), {2: begin})
-        assert time.monotonic() - begun[0] < 2 * DEADLINE_S
+        assert time.monotonic() - begun[0] < 5 * DEADLINE_S
     finally:
         go_on(node)()
 

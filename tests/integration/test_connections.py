@@ -178,8 +178,8 @@ def test_a_connection_that_is_never_made_is_given_up_before_the_time_of_its_call
         location = f"grpc://127.0.0.1:{silent.getsockname()[1]}"
         begun = time.monotonic()
         with connections.Connection(location) as connection, pytest.raises(NodeUnavailableError):
-            connection.open_gather("table", "", (), WAIT_S)
-    assert time.monotonic() - begun < WAIT_S / 2
+            connection.open_gather("table", "", (), 10 * WAIT_S)
+    assert time.monotonic() - begun < 2 * WAIT_S
 
 
 def test_streams_that_are_given_back_are_taken_again_and_closed_with_the_rest(

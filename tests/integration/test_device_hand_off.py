@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -169,7 +168,7 @@ from cache_client import CacheIterableDataset
 
 dataset = CacheIterableDataset(sys.argv[1], endpoint=sys.argv[2], batch_size=31,
     device=sys.argv[4] or None, local=sys.argv[3] == "local", prefetch_batches=1,
-    message_bytes=100_000)
+    message_bytes=100_000, deadline_s=float(sys.argv[5]))
 iterator = iter(dataset)
 for step in range(5):
     next(iterator)
@@ -181,11 +180,20 @@ for step in range(10):  # of the first window, which is here; more were asked fo
 
 
 def leaves_an_iterator(
-    cluster: LocalCluster, name: str, how: str, device: str = "cpu"
+    cluster: LocalCluster, name: str, how: str, device: str = "cpu", deadline_s: float = 60.0
 ) -> subprocess.Popen[str]:
     """A program that has trained; it goes on and ends, its iterator alive, when its input ends."""
     program = forked_python.Popen(
-        [sys.executable, "-c", LEAVES_AN_ITERATOR, name, cluster.endpoint, how, device],
+        [
+            sys.executable,
+            "-c",
+            LEAVES_AN_ITERATOR,
+            name,
+            cluster.endpoint,
+            how,
+            device,
+            f"{deadline_s}",
+        ],
         env={**os.environ, "FORKED_PYTHON_FINALIZES": "1"},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -212,13 +220,11 @@ def test_a_program_that_ends_while_an_iterator_is_alive_ends_well(
 def test_a_program_that_ends_waits_for_no_node_that_hangs(wide: Path, device: str) -> None:
     with LocalCluster(num_nodes=1) as nodes:
         CacheClient(nodes.endpoint).load(DatasetSpec("wide", wide, target_shard_bytes=4_000_000))
-        program = leaves_an_iterator(nodes, "wide", "flight", device)
+        program = leaves_an_iterator(nodes, "wide", "flight", device, deadline_s=1000.0)
         node = psutil.Process(nodes.nodes[0].pid)
         suspend(node)
         try:
-            begun = time.monotonic()
-            _, errors = program.communicate(timeout=60.0)
+            _, errors = program.communicate(timeout=200.0)
             assert (program.returncode, errors) == (0, "")
-            assert time.monotonic() - begun < 20.0  # of a deadline of 60
         finally:
             node.resume()

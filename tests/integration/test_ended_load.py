@@ -13,7 +13,7 @@ from cache_runtimes.local.policies import ContainerExit, after_pod_failure
 from tests import forked_python
 from tests.manifests import container_named, job_named, pod_of, read
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 RUNTIME = read(MANIFESTS / "torch-distributed-shared-data-cache/runtime.yaml")
 JOB = job_named(RUNTIME, "dataset-initializer")
 

@@ -20,6 +20,7 @@ import pytest
 from cache_client import CacheClient, DatasetSpec, LoadError, RequestError
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.local import LocalNode
+from cache_server.node import row_values
 from tests.waiting import wait_until
 
 ROWS, WAIT_S = 400, 60.0
@@ -120,8 +121,16 @@ def test_expressions_that_grow_are_refused_by_name_and_take_no_memory(cache: Cac
 
 
 def test_expressions_of_another_team_answer_while_one_floods_the_node(cache: Cache) -> None:
-    cache.ask("good", "row + 1")
-    stop = threading.Event()
+    def answer_s() -> float:
+        """The median of five answers."""
+        took = []
+        for number in range(5):
+            begun = time.monotonic()
+            assert cache.ask("good", f"row + {number}")["value"][1].as_py() == 1 + number
+            took.append(time.monotonic() - begun)
+        return sorted(took)[2]
+
+    usual_s, stop = answer_s(), threading.Event()
 
     def flood() -> None:
         while not stop.is_set():
@@ -132,12 +141,7 @@ def test_expressions_of_another_team_answer_while_one_floods_the_node(cache: Cac
         floods = [pool.submit(flood) for _ in range(6)]
         try:
             wait_until(lambda: len(cache.busy()) >= 2, WAIT_S, "both turns of the first team")
-            took = []
-            for number in range(5):
-                begun = time.monotonic()
-                assert cache.ask("good", f"row + {number}")["value"][1].as_py() == 1 + number
-                took.append(time.monotonic() - begun)
-            assert sorted(took)[2] < 2, took
+            assert answer_s() < 2 + 20 * usual_s
         finally:
             stop.set()
         for flooded in floods:
@@ -150,7 +154,8 @@ def test_a_computation_ends_when_its_client_is_gone(cache: Cache) -> None:
 
     ended = time.monotonic()
     wait_until(lambda: not cache.busy(), WAIT_S, "nobody to compute")
-    assert time.monotonic() - ended < 10  # within a second where the machine is not busy
+    # Within a second where the machine is not busy.
+    assert time.monotonic() - ended < row_values.MAX_TURN_S - 2
 
 
 def test_load_sql_that_grows_fails_by_name_and_the_node_stays(cache: Cache, tmp_path: Path) -> None:

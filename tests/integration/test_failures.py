@@ -40,7 +40,7 @@ from tests.waiting import suspend, wait_until
 
 WAIT_S = 30.0
 NUM_ROWS, FILES = 60, 6  # each file becomes a shard
-OPTIONS = flight.FlightCallOptions(timeout=10)
+OPTIONS = flight.FlightCallOptions(timeout=60)
 ROW_SCHEMA = pa.schema([pa.field("row", pa.int64())])
 
 
@@ -308,10 +308,10 @@ def test_a_call_with_a_timeout_of_its_own_does_not_wait_longer_for_the_coordinat
         endpoint = f"grpc://127.0.0.1:{silent.getsockname()[1]}"
         start = time.monotonic()
         with pytest.raises(NodeUnavailableError, match=endpoint):
-            getattr(CacheClient(endpoint, timeout_s=40.0), call)(
+            getattr(CacheClient(endpoint, timeout_s=400.0), call)(
                 DatasetSpec("table", source), timeout_s=0.3
             )
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 100
 
 
 def test_what_finding_the_coordinator_took_is_taken_from_the_time_of_the_call(

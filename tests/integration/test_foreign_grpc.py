@@ -41,13 +41,13 @@ def fork_s():
     os.waitpid(child, 0)
     return taken
 
-only_imported = fork_s()
+only_imported = min(fork_s() for _ in range(3))
 dataset = CacheIterableDataset("table", endpoint=sys.argv[1], batch_size=16, local=False)
 sizes, seconds = [], []
 for epoch in range(3):
     dataset.set_epoch(epoch)
     sizes.append(sum(len(batch["row"]) for batch in dataset))
-    seconds.append(fork_s())
+    seconds += [fork_s(), fork_s()]
 dataset.set_epoch(3)
 # Arrow has a copy of gRPC, which the fork leaves alone.
 sizes.append(sum(len(batch["row"]) for batch in dataset.loader(num_workers=1)))

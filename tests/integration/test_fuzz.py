@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests import fuzz
+from benchmarks.trials import fuzz
 
 
 def test_malformed_calls_harm_neither_the_node_nor_its_readers() -> None:

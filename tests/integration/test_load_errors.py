@@ -27,7 +27,7 @@ from cache_server import LocalCluster
 from tests.conftest import numbered_table, write_numbered
 from tests.waiting import wait_until
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,8 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +124,7 @@ def test_a_given_directory_is_kept_with_a_folder_for_each_node(tmp_path: Path) -
 
 def test_a_dataset_may_be_called_as_a_file_of_the_node_would_be(tmp_path: Path) -> None:
     with LocalCluster(num_nodes=1) as cluster:
-        client = CacheClient(cluster.endpoint, timeout_s=10.0)
+        client = CacheClient(cluster.endpoint, timeout_s=WAIT_S)
         client.load(DatasetSpec("log", write_numbered(tmp_path / "source", 20)))
 
         assert client.head("log", 20).column("row").to_pylist() == [*range(20)]
@@ -132,7 +134,7 @@ def test_a_dataset_may_be_called_as_a_file_of_the_node_would_be(tmp_path: Path) 
 def test_a_killed_node_is_down_and_its_restart_keeps_ports_name_and_rows(tmp_path: Path) -> None:
     with LocalCluster(num_nodes=1) as cluster:
         (node,) = cluster.nodes
-        client = CacheClient(cluster.endpoint, timeout_s=10.0)
+        client = CacheClient(cluster.endpoint, timeout_s=WAIT_S)
         client.load(DatasetSpec("table", write_numbered(tmp_path / "source", 20)))
         pid, endpoint, node_id = node.pid, node.endpoint, node.node_id
 
@@ -153,7 +155,7 @@ def test_a_restart_of_a_running_node_ends_it_in_order_first_and_keeps_its_rows(
 ) -> None:
     with LocalCluster(num_nodes=1) as cluster:
         (node,) = cluster.nodes
-        client = CacheClient(cluster.endpoint, timeout_s=10.0)
+        client = CacheClient(cluster.endpoint, timeout_s=WAIT_S)
         client.load(DatasetSpec("table", write_numbered(tmp_path / "source", 20)))
         first = node.pid
 
@@ -276,6 +278,33 @@ def test_an_interrupt_just_after_a_node_was_started_ends_it(
     assert started[0].poll() == -signal.SIGKILL
 
 
+@pytest.mark.usefixtures("executed_nodes")
+def test_an_interrupt_while_the_thread_that_starts_a_node_starts_ends_the_node(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started: list[subprocess.Popen[str]] = []
+    real, begun = subprocess.Popen, threading.Event()
+
+    def begin(*arguments: Any, **options: Any) -> subprocess.Popen[str]:
+        begun.set()
+        started.append(real(*arguments, **options))
+        return started[0]
+
+    def submit(_: ThreadPoolExecutor, *call: Any) -> None:
+        threads.append(threading.Thread(target=call[0], args=call[1:]))
+        threads[0].start()
+        assert begun.wait(30.0)
+        raise KeyboardInterrupt
+
+    threads: list[threading.Thread] = []
+    monkeypatch.setattr(subprocess, "Popen", begin)
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", submit)
+    with pytest.raises(KeyboardInterrupt):
+        LocalCluster()
+    threads[0].join(30.0)
+    assert started[0].poll() == -signal.SIGKILL
+
+
 def test_an_error_inside_the_block_ends_the_processes() -> None:
     with pytest.raises(ZeroDivisionError), LocalCluster(num_nodes=1) as cluster:
         pid, directory = cluster.nodes[0].pid, cluster.cache_dir
@@ -326,5 +355,5 @@ def test_an_interrupt_of_the_whole_terminal_leaves_the_nodes_to_their_parent() -
         psutil.Process(cluster.nodes[0].pid).send_signal(signal.SIGINT)
 
         with connect(cluster.endpoint) as client:
-            assert [*client.list_flights(b"", flight.FlightCallOptions(timeout=10))] == []
+            assert [*client.list_flights(b"", flight.FlightCallOptions(timeout=WAIT_S))] == []
         assert is_running(cluster.nodes[0].pid)

@@ -1,6 +1,6 @@
 """Texts longer than the rows that are kept, and columns of more than 2 GiB in a shard.
 
-The limits are lowered where the code has one place for them; `tests.large_columns` has real sizes.
+The limits are lowered where the code has one place for them. The trial `large_columns` does not.
 """
 
 from __future__ import annotations

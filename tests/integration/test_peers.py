@@ -16,7 +16,7 @@ from cache_server.node import peer_files
 from cache_server.shards.version_key import VersionKey
 
 KEY = VersionKey("t", "0" * 32)
-SOON_S = 15.0
+SOON_S = 60.0  # of ten minutes
 # Gives one chunk, does what it is told, and gives another one.
 PEER = """
 import os, signal, sys, time

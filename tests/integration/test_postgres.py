@@ -595,7 +595,7 @@ def test_connections_that_fail_are_named_and_show_no_password(db: Database) -> N
             for reason, spec in cases.items():
                 started = time.monotonic()
                 text = failure(lambda spec=spec: postgres.pin(spec), LoadError)
-                assert time.monotonic() - started < 20
+                assert time.monotonic() - started < 60
                 assert reason in text and "sesame" not in text
                 assert text.count("postgresql://owner@") == 1
     pin = db.pin(query="SELECT 1 AS one")

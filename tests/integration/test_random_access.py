@@ -364,7 +364,7 @@ def test_an_interrupt_ends_a_read_of_a_node_that_hangs_and_no_fork_waits_for_it(
     source = write_numbered(tmp_path / "t", ROWS)
     with LocalCluster(num_nodes=1) as nodes:
         CacheClient(nodes.endpoint).load(DatasetSpec("t", source))
-        arguments = [nodes.endpoint, str(nodes.nodes[0].pid), str(WAIT_S)]
+        arguments = [nodes.endpoint, str(nodes.nodes[0].pid), str(8 * WAIT_S)]
         done = forked_python.run(
             [sys.executable, "-c", INTERRUPTED, *arguments],
             capture_output=True, text=True, timeout=100, cwd=Path(__file__).parents[2],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.soak import soak
+from benchmarks.trials.soak import soak
 
 
 def test_readers_get_right_rows_while_nodes_die_and_sources_change(tmp_path: Path) -> None:

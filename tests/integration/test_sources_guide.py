@@ -469,7 +469,7 @@ def refusals(root: Path) -> dict[str, dict[str, Any]]:
 
 # These two need a source that changes meanwhile; other tests make it.
 ELSEWHERE = {
-    "changed since the dataset was planned": "tests/integration/object_stores/test_downloads.py",
+    "changed since the dataset was planned": "tests/unit/object_stores/test_downloads.py",
     "has ended: load it again with --refresh": "tests/integration/test_formats_end_to_end.py",
 }
 

@@ -11,7 +11,7 @@ from cache_server.coordination.environment_load import EnvironmentLoad
 from tests.fake_nodes import TIMEOUT_S, Clock, FakeNode, failing, settle, spec, state
 from tests.waiting import wait_until
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 def test_a_first_load_that_failed_while_a_node_was_away_is_done_again_when_it_is_back(

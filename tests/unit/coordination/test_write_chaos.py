@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.write_chaos import ChaosCache, run_schedule
+from benchmarks.trials.write_chaos import ChaosCache, run_schedule
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from cache_server.plan.pinned_version import PinnedVersion, plan_version
 from tests.waiting import wait_until
 
 GIB, MIB = 1 << 30, 1 << 20
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ from cache_server.shards.store import ShardStore
 from cache_server.shards.version_key import VersionKey
 from tests.waiting import wait_until
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 WRITE = "0" * 32
 SCHEMA = pa.schema([pa.field("row", pa.int64(), nullable=False)])
 SHARD_ROWS = 10

@@ -117,13 +117,13 @@ def test_callers_who_ask_at_the_same_time_share_one_evaluation(
 
     def late(pieces: list[row_values.RowNumbers]) -> row_values.RowNumbers:
         begun.set()
-        assert may_end.wait(20)
+        assert may_end.wait(60)
         return joined(pieces)
 
     monkeypatch.setattr(row_values, "_joined", late)
     with ThreadPoolExecutor(3) as pool:
         answers = [pool.submit(selected, values, rows, 0, 5, "wide < -2") for _ in range(3)]
-        assert begun.wait(20)
+        assert begun.wait(60)
         may_end.set()
 
         assert [answer.result() for answer in answers] == [[3, 4]] * 3
@@ -191,14 +191,14 @@ def test_a_request_waits_a_bounded_time_for_its_turn_and_for_another_request(
 
     def late(pieces: list[row_values.RowNumbers]) -> row_values.RowNumbers:
         begun.set()
-        assert may_end.wait(20)
+        assert may_end.wait(60)
         return joined(pieces)
 
     monkeypatch.setattr(row_values, "_joined", late)
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(selected, values, rows, 0, 5, "wide < -2")
         try:
-            assert begun.wait(20)
+            assert begun.wait(60)
             for expression, where in (("", ("wide < -2",)), ("", ("wide < -3",)), ("wide", ())):
                 with pytest.raises(NotReadyError, match=r"longer than 0.01 s: try again"):
                     values.answer(rows, 0, 5, expression, where)

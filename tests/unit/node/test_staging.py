@@ -142,7 +142,7 @@ def test_small_objects_that_are_read_together_are_asked_for_at_once(
     answer = server.answer
 
     def wait(request: Any, environ: Any) -> Any:
-        together.wait(10)
+        together.wait(60)
         return answer(request, environ)
 
     monkeypatch.setattr(server, "answer", wait)

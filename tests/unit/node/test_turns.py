@@ -9,7 +9,7 @@ import pytest
 from cache_server.node.turns import Turns
 from tests.waiting import wait_until
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 def nothing() -> None:

@@ -10,6 +10,7 @@ from cache_server.object_stores import expand
 from cache_server.object_stores.client import Location
 from cache_server.object_stores.connections import client_for
 from tests.object_store import S3Server
+from tests.unit.object_stores.conftest import PARQUET
 
 
 def test_connections_are_kept(s3: S3Server) -> None:

@@ -14,6 +14,7 @@ from cache_server.object_stores import download, expand, read_tail
 from cache_server.object_stores.client import Location
 from cache_server.object_stores.connections import client_for
 from tests.object_store import ACCESS_KEY_ID, SECRET_ACCESS_KEY, S3Server
+from tests.unit.object_stores.conftest import PARQUET, assert_no_secret, found, one
 
 
 @pytest.mark.parametrize("source", ["s3://lake/a.parquet", "s3://lake/a/*"])

@@ -12,6 +12,7 @@ from tests.integration.object_stores.conftest import MIB, PARQUET, one
 from cache_protocol.errors import LoadError
 from cache_server.object_stores import download, expand, read_tail
 from tests.object_store import S3Server
+from tests.unit.object_stores.conftest import MIB, PARQUET, one
 
 
 def test_a_small_object_is_one_request(s3: S3Server, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from cache_protocol.errors import LoadError, RequestError
 from cache_server.object_stores import download, expand, is_remote, root_of
 from cache_server.tables.files import find_files
 from tests.object_store import S3Server
+from tests.unit.object_stores.conftest import PARQUET, found, one
 
 
 def test_uris_are_told_from_paths() -> None:

@@ -19,6 +19,7 @@ from cache_server.source.pinned import SourceFile
 from cache_server.tables import pin
 from tests.object_store import S3Server
 from tests.store_stubs import AzureStub, FilesStub, Served, _Stub
+from tests.unit.object_stores.conftest import PARQUET
 
 
 def test_google_cloud_storage_is_read_by_a_service_account(

@@ -17,6 +17,7 @@ from cache_server.object_stores.client import Location
 from cache_server.object_stores.connections import client_for
 from tests.object_store import S3Server
 from tests.store_stubs import FilesStub, Served, self_signed
+from tests.unit.object_stores.conftest import MIB, PARQUET, one
 from tests.waiting import wait_until
 
 

@@ -246,14 +246,14 @@ def test_an_mpi_node_that_is_told_to_end_has_not_succeeded(tmp_path: Path) -> No
         assert process.stdout is not None
         daemon = int(process.stdout.readline())
         process.terminate()
-        code = process.wait(timeout=20)
+        code = process.wait(timeout=60)
         os.kill(daemon, signal.SIGKILL)  # in a container it ends with its shell
     assert code == 143
 
 
 def test_an_mpi_node_is_sshd_with_its_arguments_and_its_exit_code(tmp_path: Path) -> None:
     with start_mpi_node(tmp_path, 'for each; do echo "$each"; done; exit 7') as process:
-        output, _ = process.communicate(timeout=20)
+        output, _ = process.communicate(timeout=60)
     node = container_named(pod_of(job_named(DEEPSPEED, "node")), "node")
     assert output.splitlines() == node["args"]
     assert process.returncode == 7

@@ -44,7 +44,7 @@ from tests.stored_rows import (
     stored,
 )
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 OTHER = VersionKey("table", "f2")
 
 
@@ -579,7 +579,7 @@ def test_shards_that_are_sealed_at_once_share_the_limit(cache_dir: Path) -> None
     refused: list[int] = []
 
     def seal(index: int) -> None:
-        barrier.wait(20)
+        barrier.wait(60)
         try:
             store.seal(KEY, index, batch)
         except LoadError:
@@ -590,7 +590,7 @@ def test_shards_that_are_sealed_at_once_share_the_limit(cache_dir: Path) -> None
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(20)
+            thread.join(60)
 
         assert len(refused) == 3
         assert sorted([*indices(store), *refused]) == [0, 1, 2, 3, 4]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.differential import Outcome, compare
+from benchmarks.trials.differential import Outcome, compare
 
 
 @pytest.fixture(scope="module")

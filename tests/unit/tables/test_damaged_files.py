@@ -1,10 +1,10 @@
-"""Damaged files of every format: see `tests.damaged_files`, which tries thousands."""
+"""Damaged files of every format: see `benchmarks.trials.damaged_files`, which tries thousands."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from tests import damaged_files
+from benchmarks.trials import damaged_files
 from tests.object_store import S3Server
 
 CASES, IN_A_STORE = 240, 40

@@ -1,11 +1,12 @@
-"""Files of many writers, with DuckDB's answers as the truth: see `tests.writers`."""
+"""Files of many writers, with DuckDB's answers as the truth: see `benchmarks.trials.writers`."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from tests.writers import WRITERS, differences
+
+from benchmarks.trials.writers import WRITERS, differences
 
 TABLES, FILTERS = 40, 4
 

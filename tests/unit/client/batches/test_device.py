@@ -264,7 +264,7 @@ def test_closing_interrupts_a_source_that_waits() -> None:
 
     moved = batches_device.on_device(source(), CPU, interrupt=interrupted.set)
     next(moved)
-    assert waits.wait(10.0)
+    assert waits.wait(60.0)
     moved.close()
     assert interrupted.is_set()
 

@@ -33,7 +33,7 @@ class Stream(streams.RowStream):
         return not (self.is_old or self.is_shut)
 
     def receive(self, num_rows: int) -> list[pa.RecordBatch]:
-        assert self.may_answer.wait(20)
+        assert self.may_answer.wait(60)
         if self.error is not None:
             raise self.error
         start, length = self.left.start, self.left.length or num_rows
@@ -146,8 +146,8 @@ def test_a_window_waits_for_the_one_before_in_another_thread() -> None:
     second = threading.Thread(target=read, args=(15,))
     second.start()
     stream.may_answer.set()
-    first.join(20)
-    second.join(20)
+    first.join(60)
+    second.join(60)
     assert found == {10: [*range(10, 15)], 15: [*range(15, 20)]}
     assert len(node.opened) == 1
 

@@ -245,10 +245,10 @@ def test_shards_of_one_size_need_as_many_nodes_as_hold_an_even_share(
 
 def test_the_nodes_of_many_shards_are_known_at_once() -> None:
     many = [64 * 1024**2] * 20_000
-    begun = time.monotonic()
+    begun = time.process_time()
 
     assert nodes_needed(many, 2, 64 * 1024**2 + 1) == 40_000
-    assert time.monotonic() - begun < 5
+    assert time.process_time() - begun < 5
 
 
 # -- shards that another version has ---------------------------------------------------------------

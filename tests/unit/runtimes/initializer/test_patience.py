@@ -22,15 +22,13 @@ from tests.api_server import ApiServer, Fault
 from tests.stateful_sets import StatefulSets, running, starting
 from tests.waiting import wait_until
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 NAMESPACE = "team-a"
 SERVICE = {"metadata": {"name": "train-1-cache"}, "spec": {}}
 
 
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServer]:
-    for name in ("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"):
-        monkeypatch.delenv(name, raising=False)
+def server() -> Iterator[ApiServer]:
     with ApiServer() as running_:
         yield running_
 

@@ -14,7 +14,7 @@ from tests.api_server import ApiServer
 from tests.stateful_sets import StatefulSets
 from tests.waiting import wait_until
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 NAMESPACE = "team-a"
 ALLOWED = {
     "imagePullSecrets": [{"name": "registry"}],

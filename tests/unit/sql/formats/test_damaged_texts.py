@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests import text_fuzz
+from benchmarks.trials import text_fuzz
 
 
 def test_damaged_files_end_no_process_and_each_refusal_names_its_file(

@@ -127,7 +127,7 @@ def test_sigterm_when_it_is_ready_removes_everything_in_time(
         program.until_ready()
         began = time.monotonic()
         code, last = program.end(signal.SIGTERM)
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < 30  # as long as a pod has
     assert code == TERMINATED, last  # a Job would take 0 for work that is done
     assert not cluster.ready_file.exists()
     assert cluster.objects() == {}
