@@ -41,6 +41,7 @@ PURE_MODULES = (
     "cache_server/auth/kubernetes.py",
     "cache_server/auth/principals.py",
     "cache_server/auth/verbs.py",
+    "cache_server/egress/addresses.py",
     "cache_server/sql/formats/csv_sample.py",
     "cache_server/sql/formats/first_bytes.py",
     "cache_server/sql/formats/text_values.py",
@@ -104,7 +105,8 @@ PURE_MODULES = (
 PURE_IMPORTS = (
     *("__future__", "abc", "bisect", "collections", "copy", "dataclasses", "datetime"),
     *("decimal", "enum"),
-    *("fractions", "functools", "hashlib", "heapq", "itertools", "math", "numbers", "operator"),
+    *("fractions", "functools", "hashlib", "heapq", "ipaddress", "itertools", "math", "numbers"),
+    *("operator",),
     *("csv", "html", "re", "statistics", "string", "struct", "textwrap", "types", "typing"),
     *("base64", "json", "numpy", "pathlib.PurePath", "pyarrow", "urllib.parse", "xxhash"),
     *("cache_protocol.errors", "cache_runtimes.initializer.settings"),

@@ -1,0 +1,1 @@
+"""Which addresses this process connects to on behalf of a caller."""
