@@ -43,7 +43,7 @@ from cache_server.rpc.host_socket import HostSocket
 from cache_server.shards.huge_pages import HugePages
 from cache_server.shards.scrub import Scrub
 from cache_server.shards.store import ShardStore
-from cache_server.source.allowed_sources import AllowedSources
+from cache_server.egress.allowed_sources import AllowedSources
 from cache_server.web.service import WebService
 
 logger = logging.getLogger(__name__)

@@ -70,7 +70,7 @@ from cache_server.shards.put_key import PutKey
 from cache_server.shards.resident_rows import ResidentRows
 from cache_server.shards.store import NoRoomError, ShardStore
 from cache_server.shards.version_key import VersionKey
-from cache_server.source.allowed_sources import AllowedSources
+from cache_server.egress.allowed_sources import AllowedSources
 
 logger = logging.getLogger(__name__)
 
