@@ -16,7 +16,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 from cache_protocol.errors import RequestError
 from cache_server.egress.allowed_sources import AllowedSources
@@ -29,27 +29,35 @@ _MOST_FAILURES = 1000
 _current: Gate | None = None
 
 
-class Pass(NamedTuple):
-    """Lets a library through the proxy.
+@dataclass(frozen=True)
+class Pass:
+    """Lets a library through the proxy, for one table.
 
     Attributes:
-        host, port, user, password: of the proxy.
+        gate: that gave it.
+        user, password: for the proxy.
+        who: the table, for `failure`.
     """
 
-    host: str
-    port: int
+    gate: Gate
     user: str
-    password: str
+    password: str = field(repr=False)
+    who: str
 
     @property
     def url(self) -> str:
         """The address of the proxy, with user and password: a secret."""
-        return f"http://{self.user}:{self.password}@{self.host}:{self.port}"
+        host, port = self.gate.proxy_address
+        return f"http://{self.user}:{self.password}@{host}:{port}"
 
     @property
     def proxies(self) -> dict[str, str]:
         """For libraries that want an address for each scheme."""
         return {"http": self.url, "https": self.url}
+
+    def failure(self) -> str:
+        """Why the last connection could not be made; empty if it was made."""
+        return self.gate.failure_of(self.who)
 
 
 class Gate:
@@ -80,16 +88,21 @@ class Gate:
         """Lets the reader of a table through; the same arguments give the same pass.
 
         Args:
-            options, secrets: of the table, which `failure` is asked for.
+            options, secrets: of the table, which failures are noted for.
             trusted: hosts that the operator's own settings name.
         """
         name = json.dumps([_digest(options, secrets), sorted(trusted)])
         user = base64.urlsafe_b64encode(name.encode()).decode().rstrip("=")
-        return Pass(*self._proxy.address, user, self._password(user))
+        return Pass(self, user, self._password(user), _digest(options, secrets))
 
-    def failure(self, options: Mapping[str, str], secrets: Mapping[str, str]) -> str:
-        """Why the last connection for a table could not be made; empty if it was made."""
-        return self._failures.get(_digest(options, secrets), "")
+    @property
+    def proxy_address(self) -> tuple[str, int]:
+        """The host and the port of the proxy."""
+        return self._proxy.address
+
+    def failure_of(self, who: str) -> str:
+        """Why the last connection of a `Pass` could not be made; empty if it was made."""
+        return self._failures.get(who, "")
 
     def check_host(self, host: str, port: int, trusted: Collection[Endpoint] = ()) -> list[str]:
         """The IP addresses of a host to connect to; raises as `Hosts.checked`."""
@@ -144,6 +157,11 @@ def opened(sources: AllowedSources) -> Iterator[Gate | None]:
     finally:
         _current = before
         gate.close()
+
+
+def why_unreachable(options: Mapping[str, str], secrets: Mapping[str, str]) -> str:
+    """Why the last connection for a table could not be made; empty if it was, or is unknown."""
+    return "" if _current is None else _current.failure_of(_digest(options, secrets))
 
 
 def refuse_unheld(what: str) -> None:

@@ -22,6 +22,10 @@ from obstore import exceptions
 from obstore.store import AzureStore, GCSStore, HTTPStore, S3Store
 
 from cache_protocol.errors import LoadError, RequestError
+from cache_server.egress import gate as gates
+from cache_server.egress.addresses import check_name, parse_address
+from cache_server.egress.gate import Pass
+from cache_server.egress.hosts import Endpoint
 from cache_server.object_stores.aws_credentials import ANONYMOUS, KEYS, s3_credentials
 from cache_server.object_stores.client import Location, ObjectClient, Patience, kind_of
 from cache_server.object_stores.errors import Place
@@ -72,7 +76,19 @@ _FLAGS = {
 # What obstore or this module reads from the environment.
 _ENVIRONMENT = ("AWS_", "GOOGLE_", "AZURE_", "HTTP_", "HTTPS_", "NO_PROXY", "ALL_PROXY")
 _VARIABLES = {"s3": "AWS_", "gs": "GOOGLE_", "az": "AZURE_"}  # of each kind of store
-_NO_BUCKET = re.compile(r"[\s\x00-\x1f\x7f<>`]")
+# Names that become a part of a host or of a path.
+_PARTS_OF_HOSTS = {"region", "account_name", "tenant_id"}
+# Options that name a host, or hold one.
+_ADDRESSES = {
+    *("endpoint", "base_url", "sts_endpoint", "metadata_endpoint", "authority_host"),
+    *("msi_endpoint", "container_credentials_full_uri", "service_account"),
+    *("service_account_key", "application_credentials", "use_emulator"),
+}
+# Where machines of clouds find their credentials.
+_METADATA = {
+    *(("169.254.169.254", 80), ("169.254.170.2", 80)),
+    *(("metadata.google.internal", 80), ("metadata", 80)),
+}
 _NO_ADDRESS = re.compile(r"[^!-~]")
 _HOST = re.compile(r"[\w.\-\[\]:@]+", re.ASCII)
 _CONNECT_TIMEOUT_S = 10.0
@@ -106,12 +122,19 @@ def client_for(
         settings[name] = settings[name].lower()
         if settings[name] not in ("true", "false"):
             raise RequestError(f"the option {name!r} must be true or false")
+    check_host_parts(settings)
     environ = from_env()
+    way = None
+    if (gate := gates.current()) is not None:
+        _refuse_proxies(settings)
+        trusted = _trusted(location, settings, environ)
+        way = gate.pass_for(options, secrets, trusted)
     return _connect(
         location._replace(key=""),
         tuple(sorted(settings.items())),
         tuple(sorted(environ.items())),
         secret_values(secrets, environ),
+        way,
     )
 
 
@@ -135,6 +158,11 @@ def check_names(kind: str, settings: Iterable[str], others: Collection[str] = ()
         raise RequestError(reason)
 
 
+def known_settings(kind: str) -> set[str]:
+    """The settings of a kind of store, by the names of `store_settings`."""
+    return {*_CLIENT, *_RETRY, *_UNUSED, *_SETTINGS[kind]}
+
+
 def from_env() -> dict[str, str]:
     """The variables that decide how a store is reached."""
     # By name first: this runs for every object, and reading a variable costs more.
@@ -154,6 +182,7 @@ def settings_for_libraries(
         RequestError: for a value that no library could use.
     """
     settings = store_settings(options, secrets)
+    check_host_parts(settings)
     environ = from_env()
     for name in _S3_VARIABLES:
         if name not in settings and (found := _s3_variable(environ, name)):
@@ -170,6 +199,12 @@ def check_variables(uri: str, options: Mapping[str, str], secrets: Mapping[str, 
     _check_environ(kind_of(uri), from_env(), store_settings(options, secrets))
 
 
+def is_region_unknown(settings: Mapping[str, str]) -> bool:
+    """Whether Amazon's S3 is read, and neither a setting nor the environment names the region."""
+    environ = from_env()
+    return not any(settings.get(name) or _s3_variable(environ, name) for name in _S3_VARIABLES)
+
+
 def _s3_variable(environ: Mapping[str, str], name: str) -> str:
     """A setting of S3 in the environment; empty if it is not set."""
     return next((environ[key] for key in _S3_VARIABLES[name] if environ.get(key)), "")
@@ -181,9 +216,9 @@ def _connect(
     settings: tuple[tuple[str, str], ...],
     environ: tuple[tuple[str, str], ...],
     secret: frozenset[str],
+    way: Pass | None,
 ) -> ObjectClient:
     values = dict(settings)
-    _check_bucket(location)
     _check_environ(location.kind, dict(environ), values)
     patience = Patience(
         int(number_setting(values, "max_retries", MAX_RETRIES)),
@@ -205,6 +240,9 @@ def _connect(
     }
     for name in (*_CLIENT, *_RETRY):
         values.pop(name, None)
+    if way is not None:
+        # Without exclusions: obstore reads NO_PROXY only where it has found the proxy itself.
+        common["client_options"]["proxy_url"] = way.url
     try:
         store, place = _MAKERS[location.kind](location, values, dict(environ), common)
     except (exceptions.BaseError, ValueError, TypeError) as error:
@@ -215,7 +253,8 @@ def _connect(
             f"the settings of the {location.kind} store ({', '.join(name for name, _ in settings)})"
             f" are not right: {redacted(text, {*given, *secret})}"
         ) from None
-    return ObjectClient(location, store, place, secret, patience)
+    unreachable = str if way is None else way.failure
+    return ObjectClient(location, store, place, secret, patience, unreachable)
 
 
 def _s3(
@@ -231,7 +270,8 @@ def _s3(
         _allow_http(common, endpoint)
     if bundle := environ.get("AWS_CA_BUNDLE"):
         common["client_options"]["root_certificate"] = _certificates(bundle)
-    provider = s3_credentials(values, environ, endpoint, place)
+    proxy = common["client_options"].get("proxy_url", "")
+    provider = s3_credentials(values, environ, endpoint, place, proxy)
     if values.pop("path_style_access", "true") == "false":
         values.setdefault("virtual_hosted_style_request", "true")
     if payer := values.pop("requester_pays", ""):
@@ -363,11 +403,61 @@ def _client_options(values: Mapping[str, str]) -> dict[str, Any]:
     return options
 
 
-def _check_bucket(location: Location) -> None:
-    """Refuses a bucket name on which object_store panics."""
-    if _NO_BUCKET.search(location.bucket):
-        noun = "host" if location.kind == "http" else "bucket"
-        raise RequestError(f"{location.bucket!r} cannot be the name of a {noun}")
+def check_host_parts(settings: Mapping[str, str]) -> None:
+    """Refuses a region, an account or a tenant that is no plain name: it is a part of a host.
+
+    Raises:
+        RequestError: names the option.
+    """
+    for name in _PARTS_OF_HOSTS & settings.keys():
+        if settings[name]:
+            check_name(f"the option {name!r}", settings[name])
+
+
+def pass_for(
+    location: Location, options: Mapping[str, str], secrets: Mapping[str, str]
+) -> Pass | None:
+    """What lets a library with its own connection reach a store; None: it reaches everything.
+
+    Raises:
+        RequestError: for a proxy among the options.
+    """
+    if (gate := gates.current()) is None:
+        return None
+    settings = store_settings(options, secrets)
+    _refuse_proxies(settings)
+    return gate.pass_for(options, secrets, _trusted(location, settings, from_env()))
+
+
+def _refuse_proxies(settings: Mapping[str, str]) -> None:
+    if "proxy_url" in settings:
+        raise RequestError(
+            "this cache takes no option 'proxy_url': its connections go through the proxy of its "
+            "operator (HTTPS_PROXY in the environment of the nodes)"
+        )
+
+
+def _trusted(
+    location: Location, settings: Mapping[str, str], environ: Mapping[str, str]
+) -> set[Endpoint]:
+    """The hosts of a store that the environment names.
+
+    Also those that give a machine its credentials, unless the dataset names any host: its answer
+    could lead there.
+    """
+    kind = location.kind
+    found: set[Endpoint] = set()
+    for variable, value in environ.items():
+        if kind in _VARIABLES and variable.startswith(_VARIABLES[kind]) and "://" in value:
+            try:
+                address = parse_address(variable, value)
+            except RequestError:
+                continue  # the store reports it better
+            found.add((address.host, address.used_port))
+            found.add((f"{location.bucket.lower()}.{address.host}", address.used_port))
+    if kind in _VARIABLES and not settings.keys() & _ADDRESSES and "@" not in location.bucket:
+        found |= _METADATA
+    return found
 
 
 def _check_environ(kind: str, environ: Mapping[str, str], settings: Mapping[str, str]) -> None:

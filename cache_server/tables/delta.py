@@ -27,10 +27,11 @@ from deltalake.fs import DeltaStorageHandler
 from cache_protocol.errors import LoadError, RequestError
 from cache_protocol.spec.dataset_spec import TableSpec
 from cache_protocol.storage.layout import GUESSED_VALUE_BYTES
-from cache_server.object_stores.client import kind_of
+from cache_server.object_stores.client import Location, kind_of
 from cache_server.object_stores.connections import (
     check_names,
     check_variables,
+    pass_for,
     settings_for_libraries,
 )
 from cache_server.object_stores.options import store_settings
@@ -275,14 +276,16 @@ def _storage_options(
     kind = kind_of(uri)
     check_names(kind, store_settings(options, secrets), _FOR_WRITERS)
     check_variables(uri, options, secrets)
+    way = pass_for(Location.of(uri), options, secrets) if kind else None
+    proxy = {} if way is None else {"proxy_url": way.url}
     if kind != "s3":
-        return store_settings(options, secrets)
+        return {**store_settings(options, secrets), **proxy}
     settings = settings_for_libraries(options, secrets)
     if settings.get("endpoint", "").startswith("http://"):
         settings.setdefault("allow_http", "true")
     if "endpoint" in settings:
         settings.setdefault("region", "us-east-1")  # used to sign, but not looked up by deltalake
-    return {_S3_NAMES.get(name, name): value for name, value in settings.items()}
+    return {_S3_NAMES.get(name, name): value for name, value in settings.items()} | proxy
 
 
 def _version(table: DeltaTable, storage: dict[str, str], what: str) -> _Version:

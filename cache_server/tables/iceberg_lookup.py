@@ -14,11 +14,10 @@ from contextlib import closing, contextmanager
 from typing import TypeVar
 
 import pydantic
-from pyiceberg.catalog import CatalogType, load_catalog
+from pyiceberg.catalog import CatalogType
 from pyiceberg.catalog.noop import NoopCatalog
 from pyiceberg.exceptions import ValidationError
 from pyiceberg.io import FileIO, InputFile
-from pyiceberg.io.pyarrow import PyArrowFileIO
 from pyiceberg.serializers import FromInputFile
 from pyiceberg.table import StaticTable
 
@@ -27,6 +26,7 @@ from cache_server.object_stores.connections import check_variables
 from cache_server.object_stores.options import catalog_settings
 from cache_server.secrets.redaction import redacted
 from cache_server.tables import iceberg_avro
+from cache_server.tables.iceberg_files import catalog_of, files_of
 from cache_server.tables.iceberg_settings import is_rest, store_properties
 
 iceberg_avro.install()
@@ -65,8 +65,8 @@ def find(
                 "(...metadata.json) nor, without a catalog, a name in one"
             )
         check_variables(source, options, secrets)
-        return _opened(source, source, PyArrowFileIO(properties)), None
-    location, io = _ask_catalog(source, catalog, properties)
+        return _opened(source, source, files_of(properties, options, secrets)), None
+    location, io = _ask_catalog(source, options, secrets)
     check_variables(location, options, secrets)
     return _opened(source, location, io), source
 
@@ -88,27 +88,28 @@ def open_again(
     check_variables(metadata_location, options, secrets)
     store = store_properties(options, secrets)
     catalog = catalog_settings(options, secrets)
-    io: FileIO = PyArrowFileIO(store)
     # Other catalogues only give the metadata location, so nodes need not reach them.
     if identifier is not None and is_rest(catalog):
-        _, io = _ask_catalog(identifier, catalog, store)
-    elif catalog:
-        io = PyArrowFileIO({**catalog, **store})
+        _, io = _ask_catalog(identifier, options, secrets)
+    else:
+        io = files_of({**catalog, **store}, options, secrets)
     return _opened(identifier or metadata_location, metadata_location, io)
 
 
 def _ask_catalog(
-    identifier: str, catalog: Mapping[str, str], store: Mapping[str, str]
+    identifier: str, options: Mapping[str, str], secrets: Mapping[str, str]
 ) -> tuple[str, FileIO]:
     """The current metadata location, and the settings to read it: a catalogue may lend some."""
-    properties: dict[str, str] = {**catalog, **store}
+    properties = {**catalog_settings(options, secrets), **store_properties(options, secrets)}
     properties.setdefault("init_catalog_tables", "false")  # for SQL: a reader creates no tables
     name = properties.pop("name", "default")
 
     def ask() -> tuple[str, FileIO]:
-        with closing(load_catalog(name, **properties)) as opened, _explained():
+        opened = catalog_of(name, properties, options, secrets)
+        with closing(opened), _explained():
             found = opened.load_table(identifier)
-            return found.metadata_location, PyArrowFileIO({**found.io.properties, **properties})
+            lent = {**found.io.properties, **properties}
+            return found.metadata_location, files_of(lent, options, secrets)
 
     return _answered(ask)
 

@@ -17,6 +17,9 @@ import adbc_driver_postgresql.dbapi as adbc
 import pyarrow as pa
 
 from cache_protocol.errors import CacheError, LoadError, RequestError
+from cache_server.egress import gate as gates
+from cache_server.egress.addresses import parse_host
+from cache_server.egress.allowed_sources import POSTGRES_PORT
 from cache_server.secrets.redaction import redacted
 from cache_server.sql.quoting import literal
 
@@ -34,6 +37,7 @@ _KEYWORDS = {
     *("keepalives", "keepalives_idle", "keepalives_interval", "keepalives_count"),
     *("tcp_user_timeout", "application_name"),
 }
+_FILES = {"passfile", "sslcert", "sslkey", "sslrootcert", "sslcrl", "sslcrldir"}
 _OTHER_NAMES = {"database": "dbname", "connect_timeout_s": "connect_timeout", "username": "user"}
 # Notices a dead server within about a minute, also during a long answer.
 _DEFAULTS = {
@@ -87,12 +91,48 @@ class Address:
         return f"postgresql://{user}{','.join(places)}/{quote(known.get('dbname', ''), safe='')}"
 
     def uri(self, secrets: Mapping[str, str]) -> str:
-        """The connection URI for libpq, with those secrets that are its key words."""
+        """The connection URI for libpq, with those secrets that are its key words.
+
+        Raises:
+            RequestError: for a host, or a file, that callers may not name.
+            LoadError: a host has no address.
+        """
         given = {name: value for name, value in secrets.items() if name in _KEYWORDS}
         words = {**_DEFAULTS, **self.parameters, **given}
+        if (gate := gates.current()) is not None:
+            words = _held(words, gate, str(self))
         return "postgresql:///?" + "&".join(
             f"{name}={quote(value, safe='')}" for name, value in words.items()
         )
+
+
+def _held(words: Mapping[str, str], gate: gates.Gate, what: str) -> dict[str, str]:
+    """The key words with the checked address of each host, so that libpq resolves none again."""
+    for name in _FILES & words.keys():
+        if (name, words[name]) != ("sslrootcert", "system"):
+            gate.check_file(words[name])
+    if "hostaddr" in words:
+        raise RequestError(f"{what}: this cache takes no hostaddr: give the server as host")
+    hosts = words.get("host", "").split(",")
+    ports = words.get("port", str(POSTGRES_PORT)).split(",")
+    ports = ports * len(hosts) if len(ports) == 1 else ports
+    if len(ports) != len(hosts) or not all(map(str.isdecimal, ports)):
+        raise RequestError(f"{what} has not one port, and not one port for each host")
+    held: list[tuple[str, str, str]] = []
+    for host, port in zip(hosts, ports, strict=True):
+        name = parse_host(what, f"[{host}]" if ":" in host else host)
+        try:
+            found = gate.check_host(name, int(port))
+        except OSError as error:
+            raise LoadError(f"cannot connect to {what}: {name}: {error.strerror}") from None
+        held += [(name, address, port) for address in found]
+    names, addresses, numbers = zip(*held, strict=True)
+    return {
+        **words,
+        "host": ",".join(names),
+        "hostaddr": ",".join(addresses),
+        "port": ",".join(numbers),
+    }
 
 
 def parse_uri(uri: str) -> tuple[dict[str, str], dict[str, str]]:
