@@ -26,6 +26,7 @@ _LISTED_AT_ONCE = 1000
 _CHUNK_BYTES = 256 * 1024  # small enough to stay in the processor's cache
 _FAILURES = (exceptions.BaseError, OSError, ValueError)
 _NO_HEAD = ("status code: 501", NO_LENGTH)
+_NO_PASS = "status code: 407"
 _COMPRESSED = ("gzip", "x-gzip", "deflate", "br", "zstd")
 _REFUSALS = (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)
 
@@ -264,7 +265,13 @@ class ObjectClient:
         return unquote(key) if self._escaped else key
 
     def _failure(self, error: Exception, uri: str) -> LoadError:
-        if reason := self._unreachable():
+        reason = self._unreachable()
+        if not reason and _NO_PASS in str(error):  # obstore forgets its password for the proxy
+            reason = (
+                f"{self._place} redirects to another host by plain HTTP, which this cache does not "
+                "follow: name the place that it redirects to, or use https"
+            )
+        if reason:
             return LoadError(f"cannot read {uri}: {reason}")
         if _is_missing(error):
             return LoadError(f"source {uri} does not exist in {self._place}")

@@ -11,8 +11,8 @@ import pytest
 
 from cache_protocol.errors import ConfigError, RequestError
 from cache_protocol.spec.dataset_spec import DatasetSpec
-from cache_server.plan.pinned_version import plan_version
 from cache_server.egress.allowed_sources import AllowedSources
+from cache_server.plan.pinned_version import plan_version
 from tests.conftest import write_numbered
 
 ADDRESSES = {
@@ -72,7 +72,8 @@ def test_what_is_the_nodes_own_is_refused_by_default(source: str) -> None:
 @pytest.mark.parametrize(
     ("option", "value"),
     [("endpoint", "http://127.0.0.1:9000"), ("endpoint", "http://evil.example"),
-     ("aws_metadata_endpoint", "http://169.254.169.254"), ("proxy_url", "http://localhost:1"), ("endpoint", "http://minio.team.svc:9000"),
+     ("aws_metadata_endpoint", "http://169.254.169.254"), ("proxy_url", "http://localhost:1"),
+     ("endpoint", "http://minio.team.svc:9000"),
      ("web_identity_token_file", "/var/run/secrets/token")],
 )  # fmt: skip
 def test_options_lead_no_further_than_sources(option: str, value: str) -> None:
