@@ -1,7 +1,6 @@
 """Which hosts may be connected to: resolves a name once, and checks every address of it.
 
-Whoever connects uses the addresses that the check returned, so that the name cannot mean another
-host afterwards.
+Connect to the addresses that the check returned: the name may mean another host afterwards.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class Hosts:
     """The hosts that may be connected to. Immutable, thread-safe.
 
     Args:
-        named: that the operator allowed, whatever their addresses are.
+        named: that the operator allowed, with any address.
         resolve: gives the IP addresses of a host.
     """
 

@@ -39,7 +39,7 @@ class Credentials(NamedTuple):
 
     Attributes:
         who: for the notes about failures.
-        trusted: hosts that it may reach whatever their addresses are.
+        trusted: hosts that it may reach at any address.
     """
 
     who: str

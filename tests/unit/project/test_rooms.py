@@ -215,6 +215,7 @@ BARRIERS = (
         (
             "cache_server/tables/iceberg.py",
             "cache_server/tables/iceberg_avro.py",
+            "cache_server/tables/iceberg_files.py",
             "cache_server/tables/iceberg_lookup.py",
             "cache_server/tables/iceberg_rows.py",
         ),
