@@ -48,13 +48,13 @@ from cache_server.coordination.version_record import VersionRecord
 from cache_server.coordination.versions import Versions, newest
 from cache_server.coordination.views import Views, as_seen_by
 from cache_server.coordination.writes import Chosen, Writes, new_write
+from cache_server.egress.allowed_sources import AllowedSources
 from cache_server.jobs.jobs import Jobs
 from cache_server.jobs.reports import checked_report
 from cache_server.plan.pinned_version import plan_version
 from cache_server.plan.shard_plan import same_shards
 from cache_server.shards.put_key import PutKey
 from cache_server.shards.version_key import VersionKey
-from cache_server.source.allowed_sources import AllowedSources
 
 logger = logging.getLogger(__name__)
 
