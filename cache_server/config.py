@@ -230,7 +230,8 @@ class NodeConfig(BaseModel):
         Flag(
             "Prefix of paths or URIs that datasets may be loaded from; repeat it for more. "
             "'/data/' allows the files below it, '' everything. Default: every URI, but no path of "
-            "this machine and no loopback, link-local or metadata address; with --load-from-env "
+            "this machine and no address that is not public; a prefix such as "
+            "'http://minio:9000/' names a host that may be private. With --load-from-env "
             "everything.",
             metavar="<prefix>",
         ),

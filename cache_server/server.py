@@ -32,6 +32,8 @@ from cache_server.coordination.catalogue import Catalogue
 from cache_server.coordination.coordinator import Coordinator
 from cache_server.coordination.environment_load import EnvironmentLoad
 from cache_server.coordination.holdings.holder_checks import HolderChecks
+from cache_server.egress import gate
+from cache_server.egress.allowed_sources import AllowedSources
 from cache_server.node.coordinator_link import RemoteCoordinator
 from cache_server.node.node import CoordinatorLink, Node
 from cache_server.node.second_reader import SecondReader
@@ -42,7 +44,6 @@ from cache_server.rpc.flight_service import FlightService
 from cache_server.shards.huge_pages import HugePages
 from cache_server.shards.scrub import Scrub
 from cache_server.shards.store import ShardStore
-from cache_server.source.allowed_sources import AllowedSources
 from cache_server.web.service import WebService
 
 logger = logging.getLogger(__name__)
@@ -93,7 +94,9 @@ class CacheServer:
             if config.is_coordinator:
                 _refuse_shards_of_others(store)
             self._listen(stack)
-            coordinator = self._coordinate(stack, store) if config.is_coordinator else None
+            sources = AllowedSources(config.allow_source)
+            stack.enter_context(gate.opened(sources))
+            coordinator = self._coordinate(stack, store, sources) if config.is_coordinator else None
             link: CoordinatorLink = coordinator or stack.enter_context(
                 RemoteCoordinator(
                     f"{TLS_SCHEME if config.tls_cert else ''}{config.coordinator}",
@@ -111,7 +114,7 @@ class CacheServer:
                     load_threads=load_threads,
                     container_bytes=config.container_memory_limit_bytes,
                     credentials=self._credentials,
-                    sources=AllowedSources(config.allow_source),
+                    sources=sources,
                     on_ready=self._readiness.set_node,
                 )
             )
@@ -203,10 +206,12 @@ class CacheServer:
             # The coordinator of this process answers at once. Then the node serves every call.
             self._node.wait_until_joined(_JOIN_TIMEOUT_S)
 
-    def _coordinate(self, stack: ExitStack, store: ShardStore) -> Coordinator:
+    def _coordinate(
+        self, stack: ExitStack, store: ShardStore, sources: AllowedSources
+    ) -> Coordinator:
         coordinator = Coordinator(
             Catalogue(store.cache_dir),
-            sources=AllowedSources(self._config.allow_source),
+            sources=sources,
             endpoints=self.endpoints,
             heartbeat_interval_s=self._config.heartbeat_interval_s,
             node_timeout_s=self._config.node_timeout_s,

@@ -20,8 +20,8 @@ from cache_server.coordination.heartbeats import Heartbeats
 from cache_server.coordination.holdings.holder_checks import HolderChecks
 from cache_server.coordination.loads import Loads
 from cache_server.coordination.readers import Readers
+from cache_server.egress.allowed_sources import AllowedSources
 from cache_server.jobs.jobs import Jobs
-from cache_server.source.allowed_sources import AllowedSources
 
 
 class Coordinator:

@@ -17,9 +17,9 @@ from cache_server.coordination.versions.forecast import forecast
 from cache_server.coordination.versions.states import State
 from cache_server.coordination.versions.version_record import VersionRecord
 from cache_server.coordination.versions.versions import newest
+from cache_server.egress.allowed_sources import AllowedSources
 from cache_server.plan.pinned_version import plan_version
 from cache_server.plan.shard_plan import same_shards
-from cache_server.source.allowed_sources import AllowedSources
 
 logger = logging.getLogger(__name__)
 

@@ -34,6 +34,7 @@ from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.wire.channels import pause_s, rest_s
 from cache_protocol.wire.credentials import NO_CREDENTIALS, Credentials
 from cache_server.auth.principals import ANYONE, EVERYTHING, Principal, Viewer
+from cache_server.egress.allowed_sources import AllowedSources
 from cache_server.node import loading
 from cache_server.node.desired import DesiredState, DesiredVersion
 from cache_server.node.heartbeat_log import HeartbeatLog
@@ -72,7 +73,6 @@ from cache_server.shards.put_key import PutKey
 from cache_server.shards.resident_rows import ResidentRows
 from cache_server.shards.store import NoRoomError, ShardStore
 from cache_server.shards.version_key import VersionKey
-from cache_server.source.allowed_sources import AllowedSources
 from cache_server.sql.sql_process import MACHINE_BYTES
 
 logger = logging.getLogger(__name__)

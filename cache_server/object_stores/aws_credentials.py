@@ -27,9 +27,16 @@ def ANONYMOUS() -> None:
 
 
 def s3_credentials(
-    values: dict[str, str], environ: Mapping[str, str], endpoint: str, place: Place
+    values: dict[str, str],
+    environ: Mapping[str, str],
+    endpoint: str,
+    place: Place,
+    proxy_url: str = "",
 ) -> Credentials | None:
     """What signs the requests; removes the settings that it uses from ``values``.
+
+    Args:
+        proxy_url: through which a role is asked for; empty: that of the environment.
 
     Returns:
         `ANONYMOUS`, a credential provider for obstore, or None where obstore finds them itself.
@@ -46,12 +53,12 @@ def s3_credentials(
         for name in _ROLE:
             values.pop(name, None)
         return ANONYMOUS
-    if any(name in values for name in _OWN_CHAIN):
+    if not keys and any(name in values for name in _OWN_CHAIN):
         values.pop("external_id", None)
         return None
     role = {name: values.pop(name) for name in _ROLE if name in values}
     if "role_arn" in role:
-        return _assumed(role, keys, environ, endpoint, values.get("region"))
+        return _assumed(role, keys, environ, endpoint, values.get("region"), proxy_url)
     if "access_key_id" in keys:
         # A provider keeps the session token of the environment out.
         static = {
@@ -89,6 +96,7 @@ def _assumed(
     environ: Mapping[str, str],
     endpoint: str,
     region: str | None,
+    proxy_url: str,
 ) -> Credentials:
     boto3 = _boto3()
     from botocore.config import Config  # type: ignore[import-untyped]  # no stubs
@@ -109,6 +117,8 @@ def _assumed(
             connect_timeout=_STS_TIMEOUT_S,
             read_timeout=_STS_TIMEOUT_S,
             retries={"mode": "standard", "total_max_attempts": _STS_ATTEMPTS},
+            # If it is given, boto3 reads neither HTTPS_PROXY nor NO_PROXY.
+            proxies={"http": proxy_url, "https": proxy_url} if proxy_url else None,
         ),
     )
     request = {

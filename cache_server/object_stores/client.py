@@ -8,29 +8,25 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 from urllib.parse import quote, unquote
 
 import obstore
 from obstore import exceptions
 
-from cache_protocol.errors import LoadError, RequestError
+from cache_protocol.errors import LoadError
 from cache_protocol.wire.channels import pause_s
+from cache_server.egress.addresses import KINDS, parse_source
 from cache_server.object_stores.errors import NO_LENGTH, Place, store_error
 from cache_server.source.pinned import SourceFile
 
-_KINDS = {
-    **dict.fromkeys(("s3", "s3a"), "s3"),
-    **dict.fromkeys(("gs", "gcs"), "gs"),
-    **dict.fromkeys(("az", "azure", "abfs", "abfss"), "az"),
-    **dict.fromkeys(("http", "https"), "http"),
-}
 _PLAIN = "/!$&'()*+,;=:@~"  # stand for themselves in the path of a URL
 _LISTED_AT_ONCE = 1000
 _CHUNK_BYTES = 256 * 1024  # small enough to stay in the processor's cache
 _FAILURES = (exceptions.BaseError, OSError, ValueError)
 _NO_HEAD = ("status code: 501", NO_LENGTH)
+_NO_PASS = "status code: 407"
 _COMPRESSED = ("gzip", "x-gzip", "deflate", "br", "zstd")
 _REFUSALS = (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)
 
@@ -38,7 +34,7 @@ _REFUSALS = (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError)
 def kind_of(uri: str) -> str:
     """``s3``, ``gs``, ``az`` or ``http``; empty for anything else, such as a path."""
     scheme, found, _ = uri.partition("://")
-    return _KINDS.get(scheme.lower(), "") if found else ""
+    return KINDS.get(scheme.lower(), "") if found else ""
 
 
 def _may_answer_get(error: Exception) -> bool:
@@ -94,32 +90,25 @@ class Location(NamedTuple):
         """The parts of ``uri``.
 
         Raises:
-            RequestError: for a scheme that is not served, a missing bucket, or a query.
+            RequestError: as `parse_source`.
         """
-        scheme, _, rest = uri.partition("://")
-        scheme = scheme.lower()
-        kind = kind_of(uri)
-        if not kind:
-            raise RequestError(
-                f"source {uri!r}: the scheme {scheme!r} is not served, only file, hf, "
-                f"{', '.join(_KINDS)}"
-            )
-        bucket, _, key = rest.partition("/")
-        if not bucket:
-            raise RequestError(f"source {uri!r} names no {'host' if kind == 'http' else 'bucket'}")
-        if kind == "http":
-            if "?" in rest or "#" in rest:
-                raise RequestError(
-                    f"source {uri.partition('?')[0]!r}: over HTTP an object is named by its path, "
-                    "without a query, a fragment or a glob"
-                )
-            key = unquote(key)
-        scheme = {"s3a": "s3", "gcs": "gs"}.get(scheme, scheme)
-        return cls(kind, f"{scheme}://{bucket}/", bucket, key)
+        source = parse_source(uri)
+        kind = KINDS[source.scheme]
+        key = unquote(source.key) if kind == "http" else source.key
+        scheme = {"s3a": "s3", "gcs": "gs"}.get(source.scheme, source.scheme)
+        return cls(kind, f"{scheme}://{source.authority}/", source.authority, key)
+
+    @property
+    def host(self) -> str:
+        """Of the account of Azure, if the URI names it; else empty."""
+        return self.bucket.partition("@")[2] if self.kind == "az" else ""
 
 
 class ObjectClient:
     """Reads one bucket, or the objects of one HTTP server. Thread-safe.
+
+    Args:
+        unreachable: says why the last connection could not be made, if it is known.
 
     Attributes:
         lists: whether the server can say which objects it has.
@@ -132,6 +121,7 @@ class ObjectClient:
         place: Place,
         secret: frozenset[str],
         patience: Patience,
+        unreachable: Callable[[], str] = str,
     ) -> None:
         self.lists = location.kind != "http"
         self._base = location.base
@@ -140,6 +130,7 @@ class ObjectClient:
         self._place = place
         self._secret = secret
         self._patience = patience
+        self._unreachable = unreachable
 
     def __repr__(self) -> str:
         return f"ObjectClient({self._base!r})"
@@ -289,6 +280,14 @@ class ObjectClient:
         return unquote(key) if self._escaped else key
 
     def _failure(self, error: Exception, uri: str) -> LoadError:
+        reason = self._unreachable()
+        if not reason and _NO_PASS in str(error):  # obstore forgets its password for the proxy
+            reason = (
+                f"{self._place} redirects to another host by plain HTTP, which this cache does not "
+                "follow: name the place that it redirects to, or use https"
+            )
+        if reason:
+            return LoadError(f"cannot read {uri}: {reason}")
         if _is_missing(error):
             return LoadError(f"source {uri} does not exist in {self._place}")
         refused = isinstance(error, _REFUSALS)

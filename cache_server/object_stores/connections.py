@@ -12,6 +12,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
@@ -21,8 +22,12 @@ from urllib.parse import unquote, urlsplit
 from obstore import exceptions
 from obstore.store import AzureStore, GCSStore, HTTPStore, S3Store
 
-from cache_protocol.datasets.source_options import STORES
+from cache_protocol.datasets.source_options import STORES, Form, Option
 from cache_protocol.errors import LoadError, RequestError
+from cache_server.egress import gate as gates
+from cache_server.egress.addresses import parse_address
+from cache_server.egress.gate import Pass
+from cache_server.egress.hosts import Endpoint
 from cache_server.object_stores.aws_credentials import ANONYMOUS, KEYS, s3_credentials
 from cache_server.object_stores.client import Location, ObjectClient, Patience
 from cache_server.object_stores.errors import Place
@@ -44,7 +49,16 @@ _AZURE_CREDENTIALS = {  # settings -> obstore's type of the credential
 # What obstore or this module reads from the environment.
 _ENVIRONMENT = ("AWS_", "GOOGLE_", "AZURE_", "HTTP_", "HTTPS_", "NO_PROXY", "ALL_PROXY")
 _VARIABLES = {"s3": "AWS_", "gs": "GOOGLE_", "az": "AZURE_"}  # of each kind of store
-_NO_BUCKET = re.compile(r"[\s\x00-\x1f\x7f<>`]")
+# Where machines of clouds find their credentials.
+_METADATA = {
+    *(("169.254.169.254", 80), ("169.254.170.2", 80)),
+    *(("metadata.google.internal", 80), ("metadata", 80)),
+}
+_CREDENTIAL_SERVERS = (
+    *("AWS_CONTAINER_CREDENTIALS_FULL_URI", "AWS_EC2_METADATA_SERVICE_ENDPOINT"),
+    *("AWS_METADATA_ENDPOINT", "AWS_ENDPOINT_URL_STS", "AZURE_MSI_ENDPOINT"),
+)
+_MICROSOFT = ("core.windows.net", "fabric.microsoft.com")
 _NO_ADDRESS = re.compile(r"[^!-~]")
 _HOST = re.compile(r"[\w.\-\[\]:@]+", re.ASCII)
 _CONNECT_TIMEOUT_S = 10.0
@@ -77,6 +91,7 @@ def client_for(
         tuple(sorted(settings.items())),
         tuple(sorted(environ.items())),
         secret_values(secrets, environ),
+        pass_for(location, options, secrets),
     )
 
 
@@ -118,9 +133,9 @@ def _connect(
     settings: tuple[tuple[str, str], ...],
     environ: tuple[tuple[str, str], ...],
     secret: frozenset[str],
+    way: Pass | None,
 ) -> ObjectClient:
     values = dict(settings)
-    _check_bucket(location)
     _check_environ(location.kind, dict(environ), values)
     patience = Patience(
         int(number_setting(values, "max_retries", MAX_RETRIES)),
@@ -142,6 +157,9 @@ def _connect(
     }
     for name in (*_CLIENT, *_RETRY):
         values.pop(name, None)
+    if way is not None:
+        # Without exclusions: obstore reads NO_PROXY only where it has found the proxy itself.
+        common["client_options"]["proxy_url"] = way.url
     try:
         store, place = _MAKERS[location.kind](location, values, dict(environ), common)
     except (exceptions.BaseError, ValueError, TypeError) as error:
@@ -152,7 +170,8 @@ def _connect(
             f"the settings of the {location.kind} store ({', '.join(name for name, _ in settings)})"
             f" are not right: {redacted(text, {*given, *secret})}"
         ) from None
-    return ObjectClient(location, store, place, secret, patience)
+    unreachable = str if way is None else way.failure
+    return ObjectClient(location, store, place, secret, patience, unreachable)
 
 
 def _s3(
@@ -168,7 +187,8 @@ def _s3(
         _allow_http(common, endpoint)
     if bundle := environ.get("AWS_CA_BUNDLE"):
         common["client_options"]["root_certificate"] = _certificates(bundle)
-    provider = s3_credentials(values, environ, endpoint, place)
+    proxy = common["client_options"].get("proxy_url", "")
+    provider = s3_credentials(values, environ, endpoint, place, proxy)
     if values.pop("path_style_access", "true") == "false":
         values.setdefault("virtual_hosted_style_request", "true")
     if endpoint:
@@ -220,13 +240,13 @@ def _account_url(path: str) -> str:
 def _azure(
     location: Location, values: dict[str, str], environ: dict[str, str], common: dict[str, Any]
 ) -> tuple[Any, Place]:
-    container, _, host = location.bucket.partition("@")
+    container, host = location.bucket.partition("@")[0], location.host
     if host:
         account, _, domain = host.partition(".")
         values.setdefault("account_name", account)
         if domain.endswith("fabric.microsoft.com"):
             values.setdefault("use_fabric_endpoint", "true")
-        elif domain and not domain.endswith("core.windows.net"):
+        elif domain and not domain.endswith(_MICROSOFT):
             values.setdefault("endpoint", f"https://{account}.{domain.replace('dfs.', 'blob.', 1)}")
     for name, kind in _AZURE_CREDENTIALS.items():
         if name in values:
@@ -288,21 +308,109 @@ def _client_options(values: Mapping[str, str]) -> dict[str, Any]:
     return options
 
 
-def _check_bucket(location: Location) -> None:
-    """Refuses a bucket name on which object_store panics."""
-    if _NO_BUCKET.search(location.bucket):
-        noun = "host" if location.kind == "http" else "bucket"
-        raise RequestError(f"{location.bucket!r} cannot be the name of a {noun}")
+def pass_for(
+    location: Location, options: Mapping[str, str], secrets: Mapping[str, str]
+) -> Pass | None:
+    """What lets a connection to a store through the gate; None: it may reach everything.
+
+    Raises:
+        RequestError: the credentials of the node would go to an address of the caller.
+    """
+    if (gate := gates.current()) is None:
+        return None
+    kind, environ = location.kind, from_env()
+    settings = store_settings(kind, options, secrets)
+    refuse_foreign(kind, settings, environ, location.host)
+    return gate.pass_for(options, secrets, _trusted(location, settings, environ))
+
+
+def refuse_foreign(
+    kind: str, settings: Mapping[str, str], environ: Mapping[str, str], host: str = ""
+) -> None:
+    """Refuses an address of a caller to which the credentials of the node would go.
+
+    Args:
+        kind: of the store.
+        settings: by the names of `store_settings`.
+        host: of the account, if the URI of the source names one.
+
+    Raises:
+        RequestError: names the address, and what to do.
+    """
+    store = STORES[kind]
+    if any(settings.keys() >= {*group} for group in store.credentials):
+        return
+    if settings.get("skip_signature") == "true":
+        return
+    own = _addresses_of(kind, environ)
+    given = [(f"the option {name!r}", settings[name]) for name in _addresses(kind) & {*settings}]
+    if "." in host and not host.endswith(_MICROSOFT):
+        given.append(("the source", f"https://{host}"))
+    for what, address in sorted(given):
+        if _endpoint(what, address) not in own:
+            ways = " or ".join(" and ".join(group) for group in store.credentials)
+            anonymous = ", or skip_signature=true" if store.find("skip_signature") else ""
+            raise RequestError(
+                f"{what} names {shown_endpoint(address)}, to which this cache does not send the "
+                f"credentials of its nodes: give {ways}{anonymous}. The operator can name such an "
+                f"address in the environment of the nodes ({store.variable})"
+            )
+
+
+def _addresses(kind: str) -> set[str]:
+    """The options of a store that name a server."""
+    return {option.name for option in STORES[kind].options if option.form is Form.ADDRESS}
+
+
+def _addresses_of(kind: str, environ: Mapping[str, str]) -> set[Endpoint]:
+    """The servers that the environment names for a kind of store."""
+    found = set()
+    for variable, value in environ.items():
+        option = _of_variable(kind, variable)
+        if option is not None and option.form is Form.ADDRESS:
+            with suppress(RequestError):  # the store reports it better
+                found.add(_endpoint(variable, value))
+    return found
+
+
+def _of_variable(kind: str, variable: str) -> Option | None:
+    """The option of a store that a variable sets."""
+    is_its = kind in _VARIABLES and variable.startswith(_VARIABLES[kind])
+    return STORES[kind].find(variable) if is_its else None
+
+
+def _endpoint(what: str, address: str) -> Endpoint:
+    found = parse_address(what, address)
+    return found.host, found.used_port
+
+
+def _trusted(
+    location: Location, settings: Mapping[str, str], environ: Mapping[str, str]
+) -> set[Endpoint]:
+    """The hosts of a store that the environment names.
+
+    Also those that give a machine its credentials, unless the dataset names any host: its answer
+    could lead there.
+    """
+    kind = location.kind
+    found = _addresses_of(kind, environ)
+    found |= {(f"{location.bucket.lower()}.{host}", port) for host, port in found}
+    if kind in _VARIABLES and not settings.keys() & _addresses(kind) and not location.host:
+        found |= _METADATA
+        for variable, value in environ.items():
+            if variable in _CREDENTIAL_SERVERS:
+                with suppress(RequestError):
+                    found.add(_endpoint(variable, value))
+    return found
 
 
 def _check_environ(kind: str, environ: Mapping[str, str], settings: Mapping[str, str]) -> None:
     """Checks the variables for settings that are not given."""
     beaten = {*settings, *(KEYS if settings.keys() & {*KEYS, "skip_signature"} else ())}
     for variable, value in environ.items():
-        if kind in _VARIABLES and variable.startswith(_VARIABLES[kind]):
-            option = STORES[kind].find(variable)
-            if option is not None and option.name not in beaten:
-                check_text(f"the environment variable {variable}", value)
+        option = _of_variable(kind, variable)
+        if option is not None and option.name not in beaten:
+            check_text(f"the environment variable {variable}", value)
 
 
 def check_endpoint(endpoint: str) -> None:

@@ -11,9 +11,11 @@ import os
 import ssl
 import threading
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from datetime import datetime
 from http import HTTPStatus
 from typing import Any
+from urllib.parse import urlsplit
 
 from tenacity import (
     Retrying,
@@ -24,6 +26,9 @@ from tenacity import (
 
 from cache_protocol.errors import LoadError, RequestError, missing_package
 from cache_protocol.wire.channels import backoff
+from cache_server.egress import gate as gates
+from cache_server.egress.addresses import DEFAULT_PORTS
+from cache_server.egress.gate import Pass
 from cache_server.object_stores.client import Location, check_unchanged
 from cache_server.object_stores.connections import (
     MAX_BACKOFF_S,
@@ -31,6 +36,7 @@ from cache_server.object_stores.connections import (
     READ_TIMEOUT_S,
     RETRY_TIMEOUT_S,
     check_endpoint,
+    refuse_foreign,
     shown_endpoint,
 )
 from cache_server.object_stores.errors import Place, store_error
@@ -93,6 +99,9 @@ class HubClient:
             reraise=True,
         )
         self._secret = secret_values(secrets, environ)
+        self._pass = _pass_for(environ.get("HF_ENDPOINT", ""))
+        if self._pass is not None:
+            refuse_foreign(SCHEME, settings, environ)
 
     def __repr__(self) -> str:
         return f"HubClient({self._base!r})"
@@ -186,7 +195,7 @@ class HubClient:
         given = {name: value for name, value in settings.items() if value is not None}
         files = fsspec.filesystem(SCHEME, **given)
         if type(files).__module__.startswith("huggingface_hub"):  # skip any other registered one
-            _limit_waits()
+            _limit_waits("" if self._pass is None else self._pass.url)
             if self._has_password:
                 # Its warnings quote addresses. It sets a level itself, as it is imported.
                 logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
@@ -206,6 +215,8 @@ class HubClient:
         return LoadError(f"source {uri!r} does not exist: {reason}")
 
     def _failure(self, error: Exception, uri: str) -> LoadError:
+        if self._pass is not None and (reason := self._pass.failure()):
+            return LoadError(f"cannot read {uri}: {reason}")
         status = getattr(getattr(error, "response", None), "status_code", None)
         name = type(error).__name__
         if name in _ABSENT and status == HTTPStatus.NOT_FOUND:  # for a 401 as well
@@ -236,32 +247,63 @@ def from_env() -> dict[str, str]:
     }
 
 
-def _limit_waits() -> None:
-    """Sets a time limit for all requests of this process to the Hub.
+def _pass_for(endpoint: str) -> Pass | None:
+    """What lets the one client of this process reach the Hub, and what it redirects to.
 
-    huggingface_hub sets none when it lists files or looks one up.
+    Args:
+        endpoint: of the Hub in the environment, which is trusted; or empty.
+    """
+    if (gate := gates.current()) is None:
+        return None
+    trusted = []
+    if endpoint:
+        parts = urlsplit(endpoint)
+        trusted = [(parts.hostname or "", parts.port or DEFAULT_PORTS[parts.scheme])]
+    return gate.pass_for({}, {}, trusted)
+
+
+def _limit_waits(proxy_url: str) -> None:
+    """Sets a time limit, and a proxy, for all requests of this process to the Hub.
+
+    huggingface_hub sets no limit when it lists files or looks one up.
+
+    Args:
+        proxy_url: empty: that of the environment.
     """
     import huggingface_hub
 
     with _limiting:
         usual = huggingface_hub.get_session()
-        hooks = usual.event_hooks
-        if _limit_wait in hooks["request"]:
+        limit = _LimitedWait(proxy_url)
+        others = [hook for hook in usual.event_hooks["request"] if type(hook) is not _LimitedWait]
+        if limit in usual.event_hooks["request"]:
             return
-        limited = {**hooks, "request": [*hooks["request"], _limit_wait]}
+        limited = {**usual.event_hooks, "request": [*others, limit]}
         huggingface_hub.set_client_factory(
             lambda: type(usual)(
-                event_hooks=limited,
+                event_hooks=limited,  # type: ignore[arg-type]  # it is a copy of its own
                 follow_redirects=usual.follow_redirects,
                 timeout=usual.timeout,
+                # If it is given, the environment names no proxy and no exception.
+                proxy=proxy_url or None,
             )
         )
 
 
-def _limit_wait(request: Any) -> None:
-    given = request.extensions["timeout"]  # of each of connect, read, write and pool
-    for what, limit_s in given.items():
-        given[what] = READ_TIMEOUT_S if limit_s is None else limit_s
+@dataclass(frozen=True)
+class _LimitedWait:
+    """Limits the waits of a request.
+
+    Attributes:
+        proxy_url: of the client that has this hook.
+    """
+
+    proxy_url: str = field(repr=False)
+
+    def __call__(self, request: Any) -> None:
+        given = request.extensions["timeout"]  # of each of connect, read, write and pool
+        for what, limit_s in given.items():
+            given[what] = READ_TIMEOUT_S if limit_s is None else limit_s
 
 
 def _is_passing(error: BaseException) -> bool:

@@ -17,7 +17,7 @@ _PORTS = re.compile(r"[0-9]*(,[0-9]*)*")
 _PASSWORD = re.compile(r"([A-Za-z0-9._~!$&'()*+,;=-]|%[0-9A-Fa-f]{2})*")
 # Dialects of SQLAlchemy: its registry can import any other code for another name.
 _DATABASES = ("postgresql", "postgresql+psycopg2", "postgresql+psycopg", "mysql+pymysql")
-_SQLITE = "sqlite:///"
+SQLITE = "sqlite:///"
 
 
 def store_settings(kind: str, options: Mapping[str, str], secrets: Mapping[str, str],
@@ -158,7 +158,7 @@ def _database(what: str, uri: str) -> str:
     Raises:
         RequestError: never quotes the address, which may hold a password.
     """
-    if uri.startswith(_SQLITE) and not re.search(r"[?#%]", uri) and uri != _SQLITE:
+    if uri.startswith(SQLITE) and not re.search(r"[?#%]", uri) and uri != SQLITE:
         return uri
     scheme, found, rest = uri.partition("://")
     user, at, place = rest.rpartition("@")
@@ -166,7 +166,7 @@ def _database(what: str, uri: str) -> str:
     if not found or scheme not in _DATABASES or not _PASSWORD.fullmatch(password) or "?" in place:
         schemes = ", ".join(f"{each}://" for each in _DATABASES)
         raise RequestError(
-            f"{what} must be {_SQLITE}PATH or an address of {schemes} with a host and a database, "
+            f"{what} must be {SQLITE}PATH or an address of {schemes} with a host and a database, "
             "without parameters behind a '?'; write special characters of a password as %XX"
         )
     shown = f"{scheme}://{name}{at}{place}"

@@ -27,8 +27,8 @@ from deltalake.fs import DeltaStorageHandler
 from cache_protocol.datasets.dataset_spec import TableSpec
 from cache_protocol.errors import LoadError, RequestError
 from cache_protocol.storage.layout import GUESSED_VALUE_BYTES
-from cache_server.object_stores.client import kind_of
-from cache_server.object_stores.connections import settings_for_delta
+from cache_server.object_stores.client import Location, kind_of
+from cache_server.object_stores.connections import pass_for, settings_for_delta
 from cache_server.source.lake_folders import DELTA_LOG
 from cache_server.source.pinned import Pin, PinnedTable, SourceFile, Split, source_column
 from cache_server.tables import footers, lake, plain_files
@@ -265,6 +265,9 @@ def _storage_options(
 ) -> dict[str, str]:
     kind = kind_of(uri)
     settings = settings_for_delta(kind, options, secrets)
+    way = pass_for(Location.of(uri), options, secrets) if kind else None
+    if way is not None:
+        settings["proxy_url"] = way.url
     for ours, theirs in _SECONDS.items():
         if ours in settings:
             settings[theirs] = f"{settings.pop(ours)}s"

@@ -6,12 +6,14 @@ pyiceberg's own configuration (`.pyiceberg.yaml`, PYICEBERG_...) is merged in.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from pyiceberg.catalog import AVAILABLE_CATALOGS, Catalog, CatalogType
 from pyiceberg.catalog.rest import RestCatalog
+from requests import Session
 
 from cache_protocol.datasets.secret_settings import CATALOG_PREFIX
 from cache_protocol.datasets.source_options import (
@@ -23,7 +25,9 @@ from cache_protocol.datasets.source_options import (
     Options,
 )
 from cache_protocol.errors import RequestError
-from cache_server.object_stores.options import checked, known, lent_settings
+from cache_server.egress import gate as gates
+from cache_server.egress.gate import Pass
+from cache_server.object_stores.options import SQLITE, checked, known, lent_settings
 from cache_server.secrets.redaction import redacted
 from cache_server.tables.iceberg_files import OF_STORES, StoreFiles, lent_to_stores, made_for
 
@@ -32,6 +36,7 @@ _SCHEMES = {  # of its address -> the type of a catalogue
     "thrift": "hive",
     **dict.fromkeys(("sqlite", "postgresql", "mysql"), "sql"),
 }
+_SIGNING_KEYS = {"client.access-key-id", "client.secret-access-key"}
 _CLIENT = "client."  # of AWS's settings, for a store and for a catalogue
 _HEADER = re.compile(r"[!#$%&'*+.^_`|~0-9a-z-]+")
 _HOP_HEADERS = re.compile(
@@ -46,11 +51,13 @@ class Settings(NamedTuple):
         kind: of the catalogue; empty: the source is a metadata file.
         catalog: its properties, by pyiceberg's names.
         files: of the table.
+        way: for connections to its server; None: they are not checked.
     """
 
     kind: str
     catalog: dict[str, str]
     files: StoreFiles
+    way: Pass | None
 
 
 def settings_of(options: Mapping[str, str], secrets: Mapping[str, str]) -> Settings:
@@ -80,7 +87,9 @@ def settings_of(options: Mapping[str, str], secrets: Mapping[str, str]) -> Setti
             own = table.find(name) if table and (in_catalog or name.startswith(_CLIENT)) else None
             if table and (own is not None or name not in target):
                 _add(properties, table, name, own, value)
-    return Settings(kind, properties, StoreFiles(*of_store))
+    gate = gates.current()
+    way = None if gate is None else gate.pass_for(options, secrets)
+    return Settings(kind, properties, StoreFiles(*of_store), way)
 
 
 def opened(settings: Settings) -> Catalog:
@@ -90,6 +99,8 @@ def opened(settings: Settings) -> Catalog:
         RequestError: it has no address, or its answer has a value that is not of its form.
         Also the errors of pyiceberg.
     """
+    if settings.way is not None:
+        _hold(settings, settings.way)
     properties = made_for(settings.files, settings.catalog)
     name = properties.pop("name", "default")
     properties["type"] = settings.kind
@@ -98,14 +109,29 @@ def opened(settings: Settings) -> Catalog:
     if settings.kind in ("rest", "sql", "hive") and "uri" not in properties:
         raise RequestError(f"{CATALOGS[settings.kind].what} needs its address, as uri")
     if settings.kind == "rest":
-        return _RestCatalog(name, **properties)
+        return _RestCatalog(name, settings.way, properties)
     if settings.kind == "dynamodb":
         return _dynamodb(name, properties)
     return AVAILABLE_CATALOGS[CatalogType(settings.kind)](name, properties)
 
 
 class _RestCatalog(RestCatalog):
-    """pyiceberg's, with only those properties of its server's answer that a server may set."""
+    """pyiceberg's, with only those properties of its server's answer that a server may set.
+
+    Each session reaches the server by ``way``.
+    """
+
+    def __init__(self, name: str, way: Pass | None, properties: Mapping[str, Any]) -> None:
+        self._way = way
+        super().__init__(name, **properties)
+
+    def _create_session(self) -> Session:
+        session = super()._create_session()
+        if self._way is not None:
+            session.trust_env = False  # which else takes proxies and NO_PROXY from there
+            session.proxies = self._way.proxies
+            session.verify = from_env() or session.verify
+        return session
 
     def _fetch_config(self) -> None:
         given = dict(self.properties)
@@ -114,6 +140,30 @@ class _RestCatalog(RestCatalog):
         of_catalog = dict(lent_settings(answer, CATALOGS["rest"]))
         self.properties = {**lent_to_stores(answer), **given, **of_catalog}
         self.uri = self.properties["uri"]
+
+
+def from_env() -> str:
+    """The file of certificates that requests trusts by its variables; empty: the package's."""
+    return os.environ.get("REQUESTS_CA_BUNDLE") or os.environ.get("CURL_CA_BUNDLE") or ""
+
+
+def _hold(settings: Settings, way: Pass) -> None:
+    """Refuses a catalogue whose connections cannot be checked, or one with keys of the node.
+
+    Raises:
+        RequestError: names it, and what to do.
+    """
+    given = settings.catalog
+    if settings.kind == "sql" and given.get("uri", "").startswith(SQLITE):
+        way.gate.check_file(os.path.abspath(given["uri"].removeprefix(SQLITE)))
+    elif settings.kind != "rest":
+        gates.refuse_unheld(CATALOGS[settings.kind].what)
+    elif given.get("rest.sigv4-enabled") == "true" and not given.keys() >= _SIGNING_KEYS:
+        raise RequestError(
+            "the option 'catalog.rest.sigv4-enabled' would sign with the credentials of the nodes, "
+            "which this cache sends to no catalogue of a caller: give "
+            f"{' and '.join(sorted(_SIGNING_KEYS))}"
+        )
 
 
 def _dynamodb(name: str, properties: dict[str, Any]) -> Catalog:

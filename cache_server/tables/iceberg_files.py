@@ -17,6 +17,7 @@ from pyiceberg.io import FileIO, InputFile, OutputFile
 
 from cache_protocol.datasets.source_options import STORES
 from cache_protocol.errors import LoadError, RequestError
+from cache_server.egress import gate as gates
 from cache_server.object_stores.client import Location, ObjectClient, kind_of
 from cache_server.object_stores.connections import client_for
 from cache_server.object_stores.options import lent_settings, store_settings
@@ -57,10 +58,14 @@ class StoreFiles(FileIO):
         """The file at a location: a path, ``file:``, or a URI of an object store.
 
         Raises:
-            RequestError: for another scheme.
+            RequestError: for another scheme, or a file that callers may not name.
         """
         path = local_path(location)
-        return _LocalFile(location, path) if path is not None else self._object(location)
+        if path is None:
+            return self._object(location)
+        if (gate := gates.current()) is not None:
+            gate.check_file(os.path.abspath(path))
+        return _LocalFile(location, path)
 
     def _object(self, location: str) -> InputFile:
         kind = kind_of(location)

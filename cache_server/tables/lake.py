@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 
 from cache_protocol.errors import CacheError, LoadError
 from cache_protocol.storage.layout import Layout
+from cache_server.egress.gate import why_unreachable
 from cache_server.object_stores.connections import from_env
 from cache_server.object_stores.options import option_value
 from cache_server.secrets.redaction import redacted, secret_values
@@ -253,6 +254,8 @@ def naming(what: str, options: Mapping[str, str], secrets: Mapping[str, str]) ->
     except CacheError:
         raise
     except Exception as error:
+        if refused := why_unreachable(options, secrets):
+            raise LoadError(f"cannot read {what}: {refused}") from None
         endpoint = option_value(options, "endpoint")
         store = f" from {endpoint}" if endpoint else ""
         text = _FRAMES.sub("", _DRAWN.sub("", str(error) or type(error).__name__))

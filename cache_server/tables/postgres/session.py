@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -18,6 +19,9 @@ import pyarrow as pa
 
 from cache_protocol.datasets.source_options import POSTGRES, RELATION
 from cache_protocol.errors import CacheError, LoadError, RequestError
+from cache_server.egress import gate as gates
+from cache_server.egress.addresses import parse_host
+from cache_server.egress.allowed_sources import POSTGRES_PORT
 from cache_server.object_stores.options import checked, known
 from cache_server.secrets.redaction import redacted
 from cache_server.sql.quoting import literal
@@ -78,11 +82,58 @@ class Address:
         return f"postgresql://{user}{','.join(places)}/{quote(known.get('dbname', ''), safe='')}"
 
     def uri(self, secrets: Mapping[str, str]) -> str:
-        """The connection URI for libpq, with those secrets that are its key words."""
+        """The connection URI for libpq, with those secrets that are its key words.
+
+        Raises:
+            RequestError: for a host that callers may not name, or one to which the password of the
+                node would go.
+            LoadError: a host has no address.
+        """
         words = {**_DEFAULTS, **self.parameters, **keywords_of(secrets)[0]}
+        if (gate := gates.current()) is not None:
+            words = _held(words, gate, str(self))
         return "postgresql:///?" + "&".join(
             f"{name}={quote(value, safe='')}" for name, value in words.items()
         )
+
+
+def _held(words: Mapping[str, str], gate: gates.Gate, what: str) -> dict[str, str]:
+    """The key words with the checked address of each host, so that libpq resolves none again."""
+    if "hostaddr" in words:
+        raise RequestError(f"{what}: this cache takes no hostaddr: give the server as host")
+    hosts = words.get("host", "").split(",")
+    ports = words.get("port", str(POSTGRES_PORT)).split(",")
+    ports = ports * len(hosts) if len(ports) == 1 else ports
+    if len(ports) != len(hosts) or not all(map(str.isdecimal, ports)):
+        raise RequestError(f"{what} has not one port, and not one port for each host")
+    has_password, own = from_env()
+    foreign = [host for host in hosts if host not in own]
+    if has_password and foreign and "password" not in words:
+        raise RequestError(
+            f"{what} names {foreign[0]}, to which this cache does not send the password of its "
+            "nodes: give user and password. The operator can name such a server in the "
+            "environment of the nodes (PGHOST)"
+        )
+    held: list[tuple[str, str, str]] = []
+    for host, port in zip(hosts, ports, strict=True):
+        name = parse_host(what, f"[{host}]" if ":" in host else host)
+        try:
+            found = gate.check_host(name, int(port))
+        except OSError as error:
+            raise LoadError(f"cannot connect to {what}: {name}: {error.strerror}") from None
+        held += [(name, address, port) for address in found]
+    names, addresses, numbers = zip(*held, strict=True)
+    return {
+        **words,
+        "host": ",".join(names),
+        "hostaddr": ",".join(addresses),
+        "port": ",".join(numbers),
+    }
+
+
+def from_env() -> tuple[bool, list[str]]:
+    """Whether the environment has a password for libpq, and the hosts that it names."""
+    return bool(os.environ.get("PGPASSWORD")), os.environ.get("PGHOST", "").split(",")
 
 
 def parse_uri(uri: str) -> tuple[dict[str, str], dict[str, str]]:

@@ -63,11 +63,23 @@ class Options:
     Args:
         what: has them, for messages.
         prefixes: that every name may have.
+        credentials: each group of options that is whole credentials of a caller.
+        variable: of the nodes, by which the operator names the address of a store.
     """
 
-    def __init__(self, what: str, prefixes: Sequence[str], options: Iterable[Option]) -> None:
+    def __init__(
+        self,
+        what: str,
+        prefixes: Sequence[str],
+        options: Iterable[Option],
+        *,
+        credentials: Sequence[Sequence[str]] = (),
+        variable: str = "",
+    ) -> None:
         self.what = what
         self.prefixes = tuple(prefixes)
+        self.credentials = tuple(credentials)
+        self.variable = variable
         self.options = tuple(options)
         self._by_name: Mapping[str, Option] = MappingProxyType(
             {
@@ -172,6 +184,8 @@ S3 = Options(
             "metadata_endpoint",
         ),
     ),
+    credentials=(("access_key_id", "secret_access_key"),),
+    variable="AWS_ENDPOINT_URL",
 )
 GS = Options(
     "the gs store",
@@ -189,6 +203,8 @@ GS = Options(
             *("application_credentials", "service_account", "service_account_path", "path"),
         ),
     ),
+    credentials=(("service_account_key",), ("bearer_token",)),
+    variable="GOOGLE_BASE_URL",
 )
 AZ = Options(
     "the az store",
@@ -225,6 +241,11 @@ AZ = Options(
             *("blob_storage_scheme", "dfs_storage_scheme", "connection_string"),
         ),
     ),
+    credentials=(
+        *(("account_key",), ("sas_key",), ("token",)),
+        ("client_id", "client_secret", "tenant_id"),
+    ),
+    variable="AZURE_STORAGE_ENDPOINT",
 )
 HTTP = Options(
     "the http store",
@@ -246,6 +267,8 @@ HF = Options(
         Option("max_retries", Form.COUNT, public=True),
         Option("retry_timeout_s", Form.SECONDS, public=True),
     ),
+    credentials=(("token",),),
+    variable="HF_ENDPOINT",
 )
 STORES: Mapping[str, Options] = MappingProxyType(
     {"s3": S3, "gs": GS, "az": AZ, "http": HTTP, "hf": HF}

@@ -7,7 +7,6 @@ import socket
 from pathlib import Path
 
 import pytest
-from tests.integration.object_stores.conftest import PARQUET, assert_no_secret, found, one
 
 from cache_protocol.errors import LoadError, RequestError
 from cache_server.object_stores import download, expand, read_tail

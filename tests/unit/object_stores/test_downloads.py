@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from tests.integration.object_stores.conftest import MIB, PARQUET, one
 
 from cache_protocol.errors import LoadError
 from cache_server.object_stores import download, expand, read_tail

@@ -15,7 +15,6 @@ from typing import Any, ClassVar
 import pytest
 from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.local import LocalFileSystem
-from tests.integration.object_stores.conftest import MIB, PARQUET
 
 from cache_protocol.datasets.dataset_spec import DatasetSpec
 from cache_protocol.errors import LoadError, RequestError

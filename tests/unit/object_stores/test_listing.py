@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 
 import pytest
-from tests.integration.object_stores.conftest import PARQUET, found, one
 
 from cache_protocol.datasets.dataset_spec import DatasetSpec
 from cache_protocol.errors import LoadError, RequestError

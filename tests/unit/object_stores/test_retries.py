@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.integration.object_stores.conftest import MIB, PARQUET, one
 
 from cache_protocol.errors import LoadError
 from cache_server.object_stores import download, expand

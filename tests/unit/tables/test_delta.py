@@ -1,6 +1,7 @@
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from cache_protocol.datasets.dataset_spec import DatasetSpec, TableSpec
 from cache_protocol.errors import LoadError, RequestError
 from cache_protocol.storage.layout import Layout
 from cache_server.tables import delta
+from tests.checked_network import checked_network
 from tests.delta_logs import commit, delete_by_vector, protocol
 from tests.lake_tables import (
     SECRET,
@@ -331,12 +333,19 @@ def s3() -> Iterator[str]:
         yield endpoint
 
 
-def test_a_table_in_s3(s3: str) -> None:
+@pytest.mark.parametrize("is_checked", [False, True])
+def test_a_table_in_s3(s3: str, is_checked: bool) -> None:
     storage = {**s3_options(s3), "AWS_REGION": "us-east-1", "AWS_ALLOW_HTTP": "true"}
-    table = _evolve("s3://lake/a table", {**storage, "aws_conditional_put": "etag"})
+    name = f"a table {is_checked}"
+    table = _evolve(f"s3://lake/{name}", {**storage, "aws_conditional_put": "etag"})
+    with checked_network(f"{s3}/") if is_checked else nullcontext():
+        _assert_read(table, name, s3)
+
+
+def _assert_read(table: DeltaTable, name: str, s3: str) -> None:
     parts = pa.schema([("part", pa.string())])
     for scheme in ("s3", "s3a"):
-        spec = _spec(f"{scheme}://lake/a table", storage_options=s3_options(s3))
+        spec = _spec(f"{scheme}://lake/{name}", storage_options=s3_options(s3))
         pin = delta.pin(spec)
         assert_same_rows(read_table(spec, pin), table.to_pyarrow_table())
         assert sum(split.estimated_bytes for split in pin.cut(parts, 1)) == sum(

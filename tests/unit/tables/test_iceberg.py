@@ -5,7 +5,7 @@ import threading
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -48,6 +48,7 @@ from cache_protocol.errors import LoadError, RequestError
 from cache_protocol.storage.layout import Layout
 from cache_server.source.pinned import Condition
 from cache_server.tables import iceberg, iceberg_catalogs, iceberg_lookup
+from tests.checked_network import checked_network
 from tests.iceberg_tables import described_file, opened_catalog, with_deletes
 from tests.lake_tables import (
     SECRET,
@@ -523,10 +524,13 @@ def _s3_catalog(tmp_path: Path, endpoint: str) -> SqlCatalog:
     )
 
 
-def test_a_table_in_s3(tmp_path: Path, s3: str) -> None:
-    with closing(_s3_catalog(tmp_path, s3)) as catalog:
+@pytest.mark.parametrize("is_checked", [False, True])
+def test_a_table_in_s3(tmp_path: Path, s3: str, is_checked: bool) -> None:
+    with closing(_s3_catalog(tmp_path, s3)) as catalog, ExitStack() as stack:
         catalog.create_namespace("ns")
         table = _evolve(catalog)
+        if is_checked:
+            stack.enter_context(checked_network(f"{s3}/"))
         location = table.metadata_location.replace("s3://", "s3a://")
         spec = _spec(location, storage_options=s3_options(s3))
         pin = iceberg.pin(spec)
