@@ -67,8 +67,8 @@ def encrypted_columns(tail: bytes) -> list[str]:
 def has_old_bounds(tail: bytes, names: Collection[str]) -> bool:
     """Whether a row group has bounds of one of these columns in the deprecated fields only.
 
-    Their order is that of signed values or bytes, whatever the type. pyarrow does not show them if
-    that is not the order of the type.
+    They are in the order of signed values or bytes, for every type. pyarrow hides them where the
+    type has another order.
 
     Args:
         tail: the end of the file, with its footer.
