@@ -21,6 +21,7 @@ from cache_protocol.errors import LoadError
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.v1 import cache_pb2_grpc
 from cache_server.local import LocalNode
+from tests.answering_control import answering_control
 from tests.conftest import write_numbered
 from tests.http_pages import ask
 from tests.waiting import files_below, wait_until
@@ -108,11 +109,12 @@ class Control:
     def heartbeat(self) -> pb.HeartbeatResponse:
         """The answer to a node that joins."""
         node = pb.Node(id="new", process="one", flight_location="grpc://127.0.0.1:1")
-        answer: pb.HeartbeatResponse = self._stub.Heartbeat(
-            pb.HeartbeatRequest(node=node, takes_digests=True),
-            metadata=self._metadata,
-            timeout=WAIT_S,
-        )
+        with answering_control() as node.control_location:
+            answer: pb.HeartbeatResponse = self._stub.Heartbeat(
+                pb.HeartbeatRequest(node=node, takes_digests=True),
+                metadata=self._metadata,
+                timeout=WAIT_S,
+            )
         return answer
 
 

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
+from urllib.parse import unquote
 
 import pyarrow as pa
 import pytest
@@ -133,7 +134,7 @@ def test_a_missing_file_is_named_in_one_line(lake: Lake) -> None:
     spec = spec_of(lake, lake.source)
     pin = lake.module.pin(spec)
     split = pin.cut(IDS, 1)[0]
-    Path(split.file.path.removeprefix("file://")).unlink()
+    Path(unquote(split.file.path.removeprefix("file://"))).unlink()
     with pytest.raises(LoadError) as caught:
         list(lake.module.read(pinned_table(spec, pin), split, {}))
     assert split.file.path in str(caught.value) and "\n" not in str(caught.value)
