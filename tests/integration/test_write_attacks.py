@@ -108,21 +108,13 @@ class Control:
 
     def heartbeat(self) -> pb.HeartbeatResponse:
         """The answer to a node that joins."""
-        with answering_control() as control:
-            return self._heartbeat(control)
-
-    def _heartbeat(self, control: str) -> pb.HeartbeatResponse:
-        node = pb.Node(
-            id="new",
-            process="one",
-            flight_location="grpc://127.0.0.1:1",
-            control_location=control,
-        )
-        answer: pb.HeartbeatResponse = self._stub.Heartbeat(
-            pb.HeartbeatRequest(node=node, takes_digests=True),
-            metadata=self._metadata,
-            timeout=WAIT_S,
-        )
+        node = pb.Node(id="new", process="one", flight_location="grpc://127.0.0.1:1")
+        with answering_control() as node.control_location:
+            answer: pb.HeartbeatResponse = self._stub.Heartbeat(
+                pb.HeartbeatRequest(node=node, takes_digests=True),
+                metadata=self._metadata,
+                timeout=WAIT_S,
+            )
         return answer
 
 

@@ -4,8 +4,7 @@ import struct
 import threading
 import zlib
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import closing
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -22,15 +21,12 @@ from pyiceberg.manifest import (
     FileFormat,
     clear_manifest_cache,
 )
-from pyiceberg.partitioning import PartitionField, PartitionSpec
 from pyiceberg.schema import Schema
 from pyiceberg.table import StaticTable, Table
-from pyiceberg.transforms import IdentityTransform
 from pyiceberg.typedef import Record
 from pyiceberg.types import (
     BinaryType,
     DecimalType,
-    DoubleType,
     IntegerType,
     ListType,
     LongType,
@@ -43,13 +39,19 @@ from pyiceberg.types import (
 )
 from pyroaring import BitMap
 
-from cache_protocol.datasets.dataset_spec import DatasetSpec, TableSpec
+from cache_protocol.datasets.dataset_spec import TableSpec
 from cache_protocol.errors import LoadError, RequestError
-from cache_protocol.storage.layout import Layout
 from cache_server.source.pinned import Condition
 from cache_server.tables import iceberg, iceberg_catalogs, iceberg_lookup
-from tests.checked_network import checked_network
 from tests.iceberg_tables import described_file, opened_catalog, with_deletes
+from tests.lake_formats import (
+    BY_PART,
+    SCHEMA,
+    evolved_iceberg,
+    iceberg_rows,
+    iceberg_spec,
+    s3_catalog,
+)
 from tests.lake_tables import (
     SECRET,
     assert_same_rows,
@@ -61,14 +63,6 @@ from tests.lake_tables import (
 )
 from tests.store_stubs import Served
 
-SCHEMA = Schema(
-    NestedField(1, "id", LongType(), required=False),
-    NestedField(2, "part", StringType(), required=False),
-    NestedField(3, "score", DoubleType(), required=False),
-    NestedField(4, "tags", ListType(9, StringType(), element_required=False), required=False),
-)
-BY_PART = PartitionSpec(PartitionField(2, 1000, IdentityTransform(), "part"))
-
 
 @pytest.fixture
 def catalog(tmp_path: Path) -> Iterator[SqlCatalog]:
@@ -76,57 +70,13 @@ def catalog(tmp_path: Path) -> Iterator[SqlCatalog]:
         yield opened
 
 
-def _rows(start: int, count: int, **more: list[Any]) -> pa.Table:
-    ids = range(start, start + count)
-    columns = {
-        "id": pa.array(ids, pa.int64()),
-        "part": pa.array([f"p{i % 3}" for i in ids]),
-        "score": pa.array([i / 2 if i % 4 else None for i in ids], pa.float64()),
-        "tags": pa.array([[f"t{i}"] * (i % 3) for i in ids], pa.list_(pa.string())),
-    }
-    return pa.table({**columns, **more})
-
-
-def _evolve(catalog: SqlCatalog, name: str = "ns.t") -> Table:
-    """Three partitions; an append, an added column, deletes, a renamed column."""
-    table = catalog.create_table(name, SCHEMA, partition_spec=BY_PART)
-    table.append(_rows(0, 30))
-    with table.update_schema() as update:
-        update.add_column("extra", IntegerType())
-    table.append(_rows(100, 9, extra=pa.array(range(9), pa.int32())))
-    table.delete("id >= 5 and id < 11")
-    with table.update_schema() as update:
-        update.rename_column("score", "points")
-    renamed = _rows(200, 4, extra=pa.array([None, 1, 2, 3], pa.int32()))
-    table.append(renamed.rename_columns(["id", "part", "points", "tags", "extra"]))
-    return table
-
-
-def _spec(source: str, **arguments: Any) -> TableSpec:
-    return DatasetSpec("d", source, format="iceberg", **arguments).tables[0]
-
-
-def test_each_snapshot_is_what_pyiceberg_scans(catalog: SqlCatalog) -> None:
-    table = _evolve(catalog)
-    assert len(table.metadata.snapshots) >= 4
-    for snapshot in table.metadata.snapshots:
-        spec = _spec(table.metadata_location, snapshot=snapshot.snapshot_id)
-        pin = iceberg.pin(spec)
-        found = read_table(spec, pin)
-        assert_same_rows(found, table.scan(snapshot_id=snapshot.snapshot_id).to_arrow())
-        assert found.equals(read_table(spec, iceberg.pin(spec)))  # in the same order
-        assert pin.exact_rows and pin.comparable
-        rows = sum(split.num_rows or 0 for split in pin.cut(pin.schema.empty_table().schema, 1))
-        assert rows == found.num_rows
-
-
 def test_the_current_state_has_the_current_columns(catalog: SqlCatalog) -> None:
-    table = _evolve(catalog)
+    table = evolved_iceberg(catalog)
     with table.update_schema() as update:
         update.add_column("later", StringType())
         update.update_column("extra", LongType())
         update.delete_column("tags")
-    spec = _spec(table.metadata_location)
+    spec = iceberg_spec(table.metadata_location)
     pin = iceberg.pin(spec)
     assert pin.schema.names == ["id", "part", "points", "extra", "later"]
     assert pin.schema.field("extra").type == pa.int64()
@@ -134,43 +84,43 @@ def test_the_current_state_has_the_current_columns(catalog: SqlCatalog) -> None:
 
 
 def test_a_tag_is_its_snapshot_and_a_branch_moves(catalog: SqlCatalog) -> None:
-    table = _evolve(catalog)
+    table = evolved_iceberg(catalog)
     first, last = table.metadata.snapshots[0].snapshot_id, table.metadata.current_snapshot_id
     assert last is not None
     table.manage_snapshots().create_tag(first, "v1").create_branch(first, "audit").commit()
 
-    tagged = _spec(table.metadata_location, snapshot="v1")
+    tagged = iceberg_spec(table.metadata_location, snapshot="v1")
     pin = iceberg.pin(tagged)
-    assert pin.content == iceberg.pin(_spec(table.metadata_location, snapshot=first)).content
+    assert pin.content == iceberg.pin(iceberg_spec(table.metadata_location, snapshot=first)).content
     assert_same_rows(read_table(tagged, pin), table.scan(snapshot_id=first).to_arrow())
 
-    branch = _spec(table.metadata_location, snapshot="audit")
+    branch = iceberg_spec(table.metadata_location, snapshot="audit")
     before = iceberg.pin(branch)
     assert before.schema.names == ["id", "part", "points", "tags", "extra"]  # those of today
     rows = read_table(branch, before)
     assert rows.column("id").to_pylist() == read_table(tagged, pin).column("id").to_pylist()
 
     table.manage_snapshots().create_branch(last, "audit").commit()
-    moved = _spec(table.metadata_location, snapshot="audit")
+    moved = iceberg_spec(table.metadata_location, snapshot="audit")
     after = iceberg.pin(moved)
     assert after.content != before.content
     assert_same_rows(read_table(moved, after), table.scan().to_arrow())
     assert read_table(branch, before).equals(rows)
     for snapshot in (None, "main"):
-        current = _spec(table.metadata_location, snapshot=snapshot)
+        current = iceberg_spec(table.metadata_location, snapshot=snapshot)
         assert iceberg.pin(current).content == after.content
 
 
 def test_an_unknown_tag_or_branch_is_refused_with_the_known_ones(catalog: SqlCatalog) -> None:
-    table = _evolve(catalog)
+    table = evolved_iceberg(catalog)
     table.manage_snapshots().create_tag(table.metadata.snapshots[0].snapshot_id, "v1").commit()
     with pytest.raises(RequestError, match="no tag or branch 'v2'; there are: main, v1"):
-        iceberg.pin(_spec(table.metadata_location, snapshot="v2"))
+        iceberg.pin(iceberg_spec(table.metadata_location, snapshot="v2"))
 
 
 def test_data_files_that_no_row_can_come_from_are_pruned(catalog: SqlCatalog) -> None:
-    table = _evolve(catalog)
-    spec = _spec(table.metadata_location)
+    table = evolved_iceberg(catalog)
+    spec = iceberg_spec(table.metadata_location)
     pin = iceberg.pin(spec)
     assert pin.prune is not None
 
@@ -188,13 +138,13 @@ def test_data_files_that_no_row_can_come_from_are_pruned(catalog: SqlCatalog) ->
 
 def test_names_of_another_time_prune_nothing(catalog: SqlCatalog) -> None:
     table = catalog.create_table("ns.swapped", SCHEMA, partition_spec=BY_PART)
-    table.append(_rows(0, 9))
+    table.append(iceberg_rows(0, 9))
     first = table.metadata.current_snapshot_id
     with table.update_schema() as update:
         update.rename_column("id", "was_id")
     with table.update_schema() as update:
         update.add_column("id", LongType())
-    spec = _spec(table.metadata_location, snapshot=first)
+    spec = iceberg_spec(table.metadata_location, snapshot=first)
     pin = iceberg.pin(spec)
     assert pin.prune is not None
 
@@ -204,16 +154,16 @@ def test_names_of_another_time_prune_nothing(catalog: SqlCatalog) -> None:
 
 
 def test_a_sql_catalogue_finds_the_table(catalog: SqlCatalog, tmp_path: Path) -> None:
-    table = _evolve(catalog)
+    table = evolved_iceberg(catalog)
     arguments = {"type": "sql", "uri": f"sqlite:///{tmp_path}/catalog.db"}
     for snapshot in (None, table.metadata.snapshots[1].snapshot_id):
-        spec = _spec("ns.t", catalog=arguments, snapshot=snapshot)
+        spec = iceberg_spec("ns.t", catalog=arguments, snapshot=snapshot)
         pin = iceberg.pin(spec)
         assert_same_rows(read_table(spec, pin), table.scan(snapshot_id=snapshot).to_arrow())
-        static = _spec(table.metadata_location, snapshot=snapshot)
+        static = iceberg_spec(table.metadata_location, snapshot=snapshot)
         assert iceberg.pin(static).content == pin.content
     with pytest.raises(LoadError, match=r"Iceberg table ns\.absent: .*ns\.absent"):
-        iceberg.pin(_spec("ns.absent", catalog=arguments))
+        iceberg.pin(iceberg_spec("ns.absent", catalog=arguments))
 
 
 def _names_of_decoded_files(spec: TableSpec, columns: tuple[str, ...] | None = None) -> set[str]:
@@ -228,16 +178,16 @@ def test_a_load_decodes_only_files_whose_rows_are_not_those_of_the_table(
     catalog: SqlCatalog,
 ) -> None:
     table = catalog.create_table("ns.plain", SCHEMA)
-    table.append(_rows(0, 9))
+    table.append(iceberg_rows(0, 9))
     (old,) = (Path(task.file.file_path).name for task in table.scan().plan_files())
-    assert not _names_of_decoded_files(_spec(table.metadata_location))
+    assert not _names_of_decoded_files(iceberg_spec(table.metadata_location))
 
     with table.update_schema() as update:
         update.add_column("extra", IntegerType())
         update.rename_column("score", "points")
-    rows = _rows(9, 3, extra=pa.array([1, 2, 3], pa.int32()))
+    rows = iceberg_rows(9, 3, extra=pa.array([1, 2, 3], pa.int32()))
     table.append(rows.rename_columns({"score": "points"}))
-    spec = _spec(table.metadata_location)
+    spec = iceberg_spec(table.metadata_location)
     assert _names_of_decoded_files(spec) == {old}
     assert not _names_of_decoded_files(spec, ("tags", "id"))
     assert _names_of_decoded_files(spec, ("id", "points")) == {old}
@@ -248,15 +198,15 @@ def test_a_load_decodes_only_files_whose_rows_are_not_those_of_the_table(
         update.delete_column("part")
     with table.update_schema() as update:
         update.add_column("part", LongType())  # not the strings of that name in the files
-    spec = _spec(table.metadata_location)
+    spec = iceberg_spec(table.metadata_location)
     assert len(_names_of_decoded_files(spec, ("extra",))) == 1  # as int32 in the newer file
     assert not _names_of_decoded_files(spec, ("id", "part"))
     assert_same_rows(read_table(spec, iceberg.pin(spec)), table.scan().to_arrow())
 
 
 def test_a_filter_keeps_the_same_rows_of_files_of_every_time(catalog: SqlCatalog) -> None:
-    table = _evolve(catalog)
-    spec = _spec(table.metadata_location)
+    table = evolved_iceberg(catalog)
+    spec = iceberg_spec(table.metadata_location)
     pin = iceberg.pin(spec)
     splits = pin.cut(pa.schema([("id", pa.int64())]), 1)
     for where in (
@@ -272,56 +222,13 @@ def test_a_filter_keeps_the_same_rows_of_files_of_every_time(catalog: SqlCatalog
 
 def test_a_file_with_larger_row_groups_than_planned_is_decoded(catalog: SqlCatalog) -> None:
     table = catalog.create_table("ns.large", SCHEMA)
-    table.append(_rows(0, 9))
-    spec = _spec(table.metadata_location)
+    table.append(iceberg_rows(0, 9))
+    spec = iceberg_spec(table.metadata_location)
     pin = iceberg.pin(spec)
     (split,) = pin.cut(pa.schema([("id", pa.int64())]), 1)
     assert 0 < split.group_bytes <= split.file.size
     loaded = loaded_splits(spec, pinned_table(spec, pin), [replace(split, group_bytes=9)])
     assert [file.is_staged for _, file in loaded] == [True]
-
-
-def test_a_pinned_table_stays_as_it_was(catalog: SqlCatalog) -> None:
-    table = _evolve(catalog)
-    spec = _spec(table.metadata_location)
-    pin = iceberg.pin(spec)
-    expected = table.scan().to_arrow()
-    table.append(_rows(300, 3).select(["id", "part"]))
-    assert_same_rows(read_table(spec, pin), expected)
-    newer = iceberg.pin(_spec(table.metadata_location))
-    assert newer.content != pin.content
-    assert json.dumps(newer.content)
-
-
-def test_splits_are_the_data_files_as_they_were_added(catalog: SqlCatalog) -> None:
-    table = _evolve(catalog)
-    spec = _spec(table.metadata_location)
-    stored = pa.schema([("id", pa.int64()), ("points", pa.float64()), ("part", pa.string())])
-    splits = iceberg.pin(spec).cut(stored, 1)
-    files = {task.file.file_path: task.file for task in table.scan().plan_files()}
-    entries = table.inspect.entries().to_pylist()
-    added = {entry["data_file"]["file_path"]: entry["file_sequence_number"] for entry in entries}
-    in_order = sorted(files, key=lambda path: (added[path], path))
-    assert [split.file.path for split in splits] == in_order
-    assert len({added[path] for path in in_order}) > 2
-    for split in splits:
-        file = files[split.file.path]
-        assert (split.file.size, split.num_rows) == (file.file_size_in_bytes, file.record_count)
-        assert (split.part, split.parts, split.file.mtime_ns) == (0, 1, 0)
-        row_bytes = Layout(stored).fixed_row_bytes + 4 + len("p0")
-        assert split.estimated_bytes == file.record_count * row_bytes
-
-
-def test_only_the_columns_of_the_query_are_read(catalog: SqlCatalog) -> None:
-    table = _evolve(catalog)
-    spec = _spec(table.metadata_location)
-    pin = iceberg.pin(spec)
-    columns = ("part", "extra")
-    assert_same_rows(read_table(spec, pin, columns), table.scan(selected_fields=columns).to_arrow())
-    pinned = pinned_table(spec, pin, ())
-    splits = pin.cut(pa.schema([]), 1)
-    counted = sum(b.num_rows for split in splits for b in iceberg.read(pinned, split, {}))
-    assert counted == table.scan().count()
 
 
 def test_types_come_with_small_offsets_and_without_metadata(catalog: SqlCatalog) -> None:
@@ -356,7 +263,7 @@ def test_types_come_with_small_offsets_and_without_metadata(catalog: SqlCatalog)
         for i in range(3)
     ]
     table.append(pa.Table.from_pylist(rows, table.schema().as_arrow()))
-    spec = _spec(table.metadata_location)
+    spec = iceberg_spec(table.metadata_location)
     pin = iceberg.pin(spec)
     assert pin.schema.types == [
         pa.int64(),
@@ -377,42 +284,19 @@ def test_types_come_with_small_offsets_and_without_metadata(catalog: SqlCatalog)
 @pytest.mark.parametrize("snapshot", [None, "main"])
 def test_a_table_without_a_snapshot_has_no_rows(catalog: SqlCatalog, snapshot: str | None) -> None:
     table = catalog.create_table("ns.empty", SCHEMA)
-    spec = _spec(table.metadata_location, snapshot=snapshot)
+    spec = iceberg_spec(table.metadata_location, snapshot=snapshot)
     pin = iceberg.pin(spec)
     assert pin.schema.names == ["id", "part", "score", "tags"]
     assert pin.cut(pin.schema.empty_table().select(["id"]).schema, 1) == ()
     assert read_table(spec, pin).num_rows == 0
 
 
-def test_an_unknown_snapshot_is_refused_with_the_known_ones(catalog: SqlCatalog) -> None:
-    table = _evolve(catalog)
-    known = table.metadata.snapshots[0].snapshot_id
-    with pytest.raises(RequestError, match=rf"no snapshot 77; there are: .*{known}"):
-        iceberg.pin(_spec(table.metadata_location, snapshot=77))
-
-
 def test_a_source_that_is_no_metadata_file(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="neither the location of a metadata file"):
-        iceberg.pin(_spec(str(tmp_path)))
-    with pytest.raises(LoadError, match=r"cannot read Iceberg table .*v9\.metadata\.json"):
-        iceberg.pin(_spec(str(tmp_path / "v9.metadata.json")))
+        iceberg.pin(iceberg_spec(str(tmp_path)))
     (tmp_path / "bad.metadata.json").write_text("{}")
     with pytest.raises(LoadError, match=r"cannot read Iceberg table .*bad\.metadata\.json"):
-        iceberg.pin(_spec(str(tmp_path / "bad.metadata.json")))
-    several = DatasetSpec("d", ["/a.metadata.json", "/b.metadata.json"], format="iceberg")
-    with pytest.raises(RequestError, match="one source"):
-        iceberg.pin(several.tables[0])
-
-
-def test_a_missing_data_file_is_named(catalog: SqlCatalog) -> None:
-    table = _evolve(catalog)
-    spec = _spec(table.metadata_location)
-    pin = iceberg.pin(spec)
-    split = pin.cut(pa.schema([("id", pa.int64())]), 1)[0]
-    Path(split.file.path.removeprefix("file://")).unlink()
-    with pytest.raises(LoadError) as caught:
-        list(iceberg.read(pinned_table(spec, pin), split, {}))
-    assert split.file.path in str(caught.value) and "\n" not in str(caught.value)
+        iceberg.pin(iceberg_spec(str(tmp_path / "bad.metadata.json")))
 
 
 def _delete_file(table: Table, content: DataFileContent, rows: pa.Table, part: str) -> DataFile:
@@ -424,8 +308,8 @@ def _delete_file(table: Table, content: DataFileContent, rows: pa.Table, part: s
 
 def test_positional_deletes_are_honoured(catalog: SqlCatalog) -> None:
     table = catalog.create_table("ns.mor", SCHEMA, partition_spec=BY_PART)
-    table.append(_rows(0, 30))
-    table.append(_rows(30, 12))
+    table.append(iceberg_rows(0, 30))
+    table.append(iceberg_rows(30, 12))
     tasks = {task.file.partition[0]: task.file for task in table.scan().plan_files()}
     gone = pa.table(
         {
@@ -433,10 +317,10 @@ def test_positional_deletes_are_honoured(catalog: SqlCatalog) -> None:
             "pos": pa.array([0, 2], pa.int64()),
         }
     )
-    before = iceberg.pin(_spec(table.metadata_location))
+    before = iceberg.pin(iceberg_spec(table.metadata_location))
     deletes = _delete_file(table, DataFileContent.POSITION_DELETES, gone, "p1")
     location, _ = with_deletes(table, [deletes])
-    spec = _spec(location)
+    spec = iceberg_spec(location)
     pin = iceberg.pin(spec)
     found = read_table(spec, pin)
     assert_same_rows(found, StaticTable.from_metadata(location).scan().to_arrow())
@@ -448,7 +332,7 @@ def test_positional_deletes_are_honoured(catalog: SqlCatalog) -> None:
 
 def test_deletion_vectors_are_honoured(catalog: SqlCatalog) -> None:
     table = catalog.create_table("ns.dv", SCHEMA)
-    table.append(_rows(0, 10))
+    table.append(iceberg_rows(0, 10))
     (task,) = table.scan().plan_files()
     bitmaps = struct.pack("<QI", 1, 0) + BitMap([0, 3, 9]).serialize()
     framed = b"\xd1\xd3\x39\x64" + bitmaps
@@ -469,7 +353,7 @@ def test_deletion_vectors_are_honoured(catalog: SqlCatalog) -> None:
     )
     deletes = described_file(path, 3, DataFileContent.POSITION_DELETES, format=FileFormat.PUFFIN)
     location, _ = with_deletes(table, [deletes])
-    spec = _spec(location)
+    spec = iceberg_spec(location)
     pin = iceberg.pin(spec)
     assert read_table(spec, pin).column("id").to_pylist() == [1, 2, 4, 5, 6, 7, 8]
     assert not pin.exact_rows
@@ -477,31 +361,15 @@ def test_deletion_vectors_are_honoured(catalog: SqlCatalog) -> None:
 
 def test_equality_deletes_are_refused_by_name(catalog: SqlCatalog) -> None:
     table = catalog.create_table("ns.eq", SCHEMA, partition_spec=BY_PART)
-    table.append(_rows(0, 30))
+    table.append(iceberg_rows(0, 30))
     gone = pa.table({"id": pa.array([1], pa.int64())})
     deletes = _delete_file(table, DataFileContent.EQUALITY_DELETES, gone, "p1")
     location, snapshot = with_deletes(table, [deletes])
     with pytest.raises(RequestError) as caught:
-        iceberg.pin(_spec(location))
+        iceberg.pin(iceberg_spec(location))
     message = str(caught.value)
     assert "equality deletes" in message and location in message
     assert str(snapshot) in message and deletes.file_path in message
-
-
-def test_splits_are_read_at_once_and_planned_once(catalog: SqlCatalog) -> None:
-    table = _evolve(catalog)
-    spec = _spec(table.metadata_location)
-    pin = iceberg.pin(spec)
-    pinned = pinned_table(spec, pin)
-    splits = pin.cut(pa.schema([("id", pa.int64())]), 1)
-    with (
-        patch.object(iceberg, "_make_plan", wraps=iceberg._make_plan) as planned,
-        ThreadPoolExecutor(4) as pool,
-    ):
-        parts = list(pool.map(lambda split: list(iceberg.read(pinned, split, {})), splits * 2))
-    assert planned.call_count == 1
-    once = pa.Table.from_batches([batch for part in parts[: len(splits)] for batch in part])
-    assert_same_rows(once, table.scan().to_arrow())
 
 
 @pytest.fixture(scope="module")
@@ -510,83 +378,26 @@ def s3() -> Iterator[str]:
         yield endpoint
 
 
-def _s3_catalog(tmp_path: Path, endpoint: str) -> SqlCatalog:
-    return SqlCatalog(
-        "default",
-        **{
-            "uri": f"sqlite:///{tmp_path}/s3.db",
-            "warehouse": f"s3://lake/{tmp_path.name}",
-            "s3.endpoint": endpoint,
-            "s3.access-key-id": "access",
-            "s3.secret-access-key": SECRET,
-            "s3.region": "us-east-1",
-        },
-    )
-
-
-@pytest.mark.parametrize("is_checked", [False, True])
-def test_a_table_in_s3(tmp_path: Path, s3: str, is_checked: bool) -> None:
-    with closing(_s3_catalog(tmp_path, s3)) as catalog, ExitStack() as stack:
+def test_files_in_s3_are_staged_as_they_are(tmp_path: Path, s3: str) -> None:
+    with closing(s3_catalog(tmp_path, s3)) as catalog:
         catalog.create_namespace("ns")
-        table = _evolve(catalog)
-        if is_checked:
-            stack.enter_context(checked_network(f"{s3}/"))
+        table = evolved_iceberg(catalog)
         location = table.metadata_location.replace("s3://", "s3a://")
-        spec = _spec(location, storage_options=s3_options(s3))
+        spec = iceberg_spec(location, storage_options=s3_options(s3))
         pin = iceberg.pin(spec)
-        assert_same_rows(read_table(spec, pin), table.scan().to_arrow())
         parts = pin.cut(pa.schema([("part", pa.string())]), 1)
-        assert sum(s.estimated_bytes for s in parts) == table.scan().count() * (4 + len("p0"))
         for _, file in loaded_splits(spec, pinned_table(spec, pin, ("id",)), parts):
             assert file.format == "parquet" and file.path.name == "000000.parquet"
-        assert SECRET not in pin.snapshot + json.dumps(pin.content) + repr(spec)
 
 
-def test_the_place_of_the_store_may_come_from_the_environment(
-    tmp_path: Path, s3: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    catalog = _s3_catalog(tmp_path, s3)
-    catalog.create_namespace("ns")
-    table = catalog.create_table("ns.by_environment", SCHEMA)
-    table.append(_rows(0, 7))
-    catalog.close()
-    for name, value in s3_options(s3).items():
-        monkeypatch.setenv(name, value)
-
-    spec = _spec(table.metadata_location)
-
-    assert read_table(spec, iceberg.pin(spec)).num_rows == 7
-
-
-def test_a_line_break_in_a_variable_of_s3_matters_to_tables_in_s3_alone(
+def test_a_line_break_in_a_variable_of_s3_does_not_matter_to_tables_on_a_disk(
     catalog: SqlCatalog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    table = _evolve(catalog)
+    table = evolved_iceberg(catalog)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", f"{SECRET}\n")
     by_name = {"type": "sql", "uri": f"sqlite:///{tmp_path}/catalog.db"}
-    for spec in (_spec(table.metadata_location), _spec("ns.t", catalog=by_name)):
+    for spec in (iceberg_spec(table.metadata_location), iceberg_spec("ns.t", catalog=by_name)):
         assert_same_rows(read_table(spec, iceberg.pin(spec)), table.scan().to_arrow())
-
-    with pytest.raises(RequestError, match="AWS_SECRET_ACCESS_KEY must have no") as caught:
-        iceberg.pin(_spec("s3a://lake/v1.metadata.json"))
-    assert SECRET not in str(caught.value)
-
-
-def test_an_unreachable_object_names_itself_and_no_key(s3: str) -> None:
-    for location in ("s3://lake/none.metadata.json", "s3://absent/v1.metadata.json"):
-        with pytest.raises(LoadError) as caught:
-            iceberg.pin(_spec(location, storage_options=s3_options(s3)))
-        assert location in str(caught.value) and s3 in str(caught.value)
-        assert SECRET not in str(caught.value)
-
-
-def test_a_secret_in_a_message_of_the_library_is_hidden(tmp_path: Path) -> None:
-    spec = _spec(str(tmp_path / "v1.metadata.json"), storage_options=s3_options("http://h"))
-    with (
-        patch.object(iceberg, "find", side_effect=ValueError(f"denied\n  for {SECRET}")),
-        pytest.raises(LoadError, match=r": denied for \*\*\*$"),
-    ):
-        iceberg.pin(spec)
 
 
 @pytest.mark.parametrize("name", ["AWS_SECRET_ACCESS_KEY", "AZURE_STORAGE_SAS_TOKEN"])
@@ -598,7 +409,7 @@ def test_a_secret_of_the_environment_in_a_message_of_the_library_is_hidden(
         patch.object(iceberg, "find", side_effect=ValueError(f"denied for {SECRET}")),
         pytest.raises(LoadError, match=r": denied for \*\*\*$"),
     ):
-        iceberg.pin(_spec(str(tmp_path / "v1.metadata.json")))
+        iceberg.pin(iceberg_spec(str(tmp_path / "v1.metadata.json")))
 
 
 @pytest.mark.parametrize("status", [200, 400, 403, 503])
@@ -631,16 +442,16 @@ def test_a_catalogue_that_says_what_it_was_asked_shows_no_secret(
 
     with Served(Handler) as uri:
         catalog = {"type": "rest", "uri": uri, "oauth2-server-uri": f"{uri}/tokens", **given}
-        spec = _spec("ns.t", catalog=catalog)
+        spec = iceberg_spec("ns.t", catalog=catalog)
         with pytest.raises(LoadError, match=r"cannot read Iceberg table ns\.t: ") as caught:
             iceberg.pin(spec)
     assert "hush" not in str(caught.value)
 
 
 def test_a_rest_catalogue_lends_its_credentials(tmp_path: Path, s3: str) -> None:
-    with closing(_s3_catalog(tmp_path, s3)) as catalog:
+    with closing(s3_catalog(tmp_path, s3)) as catalog:
         catalog.create_namespace("ns")
-        table = _evolve(catalog)
+        table = evolved_iceberg(catalog)
         expected = table.scan().to_arrow()
     answers = {
         "/v1/config": {"defaults": {}, "overrides": {}},
@@ -673,7 +484,7 @@ def test_a_rest_catalogue_lends_its_credentials(tmp_path: Path, s3: str) -> None
         serving.start()
         try:
             arguments = {"type": "rest", "uri": f"http://127.0.0.1:{server.server_port}"}
-            spec = _spec("ns.t", catalog={**arguments, "token": "rest-token"})
+            spec = iceberg_spec("ns.t", catalog={**arguments, "token": "rest-token"})
             pin = iceberg.pin(spec)
             assert_same_rows(read_table(spec, pin), expected)
         finally:
@@ -690,19 +501,16 @@ def test_a_catalogue_that_hangs_is_waited_for_until_its_deadline(
     with socket.create_server(("127.0.0.1", 0)) as silent:
         uri = f"http://127.0.0.1:{silent.getsockname()[1]}"
         with pytest.raises(LoadError) as caught:
-            iceberg.pin(_spec("ns.t", catalog={"type": "rest", "uri": uri}))
+            iceberg.pin(iceberg_spec("ns.t", catalog={"type": "rest", "uri": uri}))
     assert str(caught.value) == (
         "cannot read Iceberg table ns.t: the catalog did not answer within 0.1 s"
     )
 
 
-def test_an_unknown_option_is_refused_by_its_name(catalog: SqlCatalog) -> None:
+def test_options_of_the_library_are_let_through(catalog: SqlCatalog) -> None:
     table = catalog.create_table("ns.options", SCHEMA)
-    with pytest.raises(RequestError, match="no store has an option 'nope'") as caught:
-        iceberg.pin(_spec(table.metadata_location, storage_options={"nope": SECRET}))
-    assert SECRET not in str(caught.value)
     own = {"client.region": "us-east-1", "AWS_REGION": "us-east-1"}
-    assert iceberg.pin(_spec(table.metadata_location, storage_options=own)).exact_rows
+    assert iceberg.pin(iceberg_spec(table.metadata_location, storage_options=own)).exact_rows
 
 
 @pytest.mark.parametrize(
@@ -725,7 +533,7 @@ def test_wrong_metadata_is_told_in_one_line(
     path = tmp_path / "v1.metadata.json"
     path.write_text(json.dumps(change) if change else "")
     with pytest.raises(LoadError, match=reason) as caught:
-        iceberg.pin(_spec(str(path)))
+        iceberg.pin(iceberg_spec(str(path)))
     message = str(caught.value)
     assert str(path) in message and "pydantic" not in message and "input_" not in message
 
@@ -733,14 +541,14 @@ def test_wrong_metadata_is_told_in_one_line(
 def test_a_manifest_that_ends_early_is_refused(catalog: SqlCatalog) -> None:
     """It would be read as one of fewer data files."""
     table = catalog.create_table("ns.t", SCHEMA)
-    table.append(_rows(0, 3))
+    table.append(iceberg_rows(0, 3))
     (manifest,) = Path(table.metadata_location.removeprefix("file://")).parent.glob("*-m0.avro")
     sound = manifest.read_bytes()
     for length in (0, 2, 100, *range(len(sound) - 40, len(sound), 3)):
         manifest.write_bytes(sound[:length])
         clear_manifest_cache()
         with pytest.raises(LoadError, match="cannot read Iceberg table "):
-            iceberg.pin(_spec(table.metadata_location))
+            iceberg.pin(iceberg_spec(table.metadata_location))
 
 
 VARIANT = {"id": 8, "name": "doc", "type": "variant", "required": False}
@@ -759,14 +567,14 @@ def test_a_column_of_a_type_that_is_not_read_is_refused_by_name(
     path = tmp_path / "v3.metadata.json"
     path.write_text(json.dumps({**metadata, "format-version": 3, "next-row-id": 0}))
     with pytest.raises(LoadError, match=f"column '{name}' is of type variant, .*: write them"):
-        iceberg.pin(_spec(str(path)))
+        iceberg.pin(iceberg_spec(str(path)))
 
 
 def test_an_unknown_type_of_a_catalogue_is_refused_by_name(tmp_path: Path) -> None:
     for kind in ("sqll", f"postgresql://reader:{SECRET}@host/shop"):
         catalogue = {"type": kind, "uri": f"sqlite:///{tmp_path}/catalog.db"}
         with pytest.raises(RequestError, match=r"one of rest, .*, got '") as caught:
-            iceberg.pin(_spec("ns.t", catalog=catalogue))
+            iceberg.pin(iceberg_spec("ns.t", catalog=catalogue))
         assert SECRET not in str(caught.value)
 
 
