@@ -48,7 +48,8 @@ _AZURE_CREDENTIALS = {  # settings -> obstore's type of the credential
 }
 # What obstore or this module reads from the environment.
 _ENVIRONMENT = ("AWS_", "GOOGLE_", "AZURE_", "HTTP_", "HTTPS_", "NO_PROXY", "ALL_PROXY")
-_VARIABLES = {"s3": "AWS_", "gs": "GOOGLE_", "az": "AZURE_"}  # of each kind of store
+# Of each kind of store.
+_VARIABLES = {"s3": "AWS_", "gs": "GOOGLE_", "az": "AZURE_", "hf": "HF_"}
 # Where machines of clouds find their credentials.
 _METADATA = {
     *(("169.254.169.254", 80), ("169.254.170.2", 80)),
@@ -91,7 +92,7 @@ def client_for(
         tuple(sorted(settings.items())),
         tuple(sorted(environ.items())),
         secret_values(secrets, environ),
-        pass_for(location, options, secrets),
+        pass_for(location, options, secrets, mixes=location.kind == "gs"),
     )
 
 
@@ -309,9 +310,16 @@ def _client_options(values: Mapping[str, str]) -> dict[str, Any]:
 
 
 def pass_for(
-    location: Location, options: Mapping[str, str], secrets: Mapping[str, str]
+    location: Location,
+    options: Mapping[str, str],
+    secrets: Mapping[str, str],
+    *,
+    mixes: bool,
 ) -> Pass | None:
     """What lets a connection to a store through the gate; None: it may reach everything.
+
+    Args:
+        mixes: as for `refuse_foreign`.
 
     Raises:
         RequestError: the credentials of the node would go to an address of the caller.
@@ -320,12 +328,17 @@ def pass_for(
         return None
     kind, environ = location.kind, from_env()
     settings = store_settings(kind, options, secrets)
-    refuse_foreign(kind, settings, environ, location.host)
+    refuse_foreign(kind, settings, environ, host=location.host, mixes=mixes)
     return gate.pass_for(options, secrets, _trusted(location, settings, environ))
 
 
 def refuse_foreign(
-    kind: str, settings: Mapping[str, str], environ: Mapping[str, str], host: str = ""
+    kind: str,
+    settings: Mapping[str, str],
+    environ: Mapping[str, str],
+    *,
+    host: str = "",
+    mixes: bool = False,
 ) -> None:
     """Refuses an address of a caller to which the credentials of the node would go.
 
@@ -333,28 +346,48 @@ def refuse_foreign(
         kind: of the store.
         settings: by the names of `store_settings`.
         host: of the account, if the URI of the source names one.
+        mixes: the library takes credentials of the environment though it is given others.
 
     Raises:
         RequestError: names the address, and what to do.
     """
     store = STORES[kind]
-    if any(settings.keys() >= {*group} for group in store.credentials):
-        return
     if settings.get("skip_signature") == "true":
         return
     own = _addresses_of(kind, environ)
     given = [(f"the option {name!r}", settings[name]) for name in _addresses(kind) & {*settings}]
     if "." in host and not host.endswith(_MICROSOFT):
         given.append(("the source", f"https://{host}"))
-    for what, address in sorted(given):
-        if _endpoint(what, address) not in own:
-            ways = " or ".join(" and ".join(group) for group in store.credentials)
-            anonymous = ", or skip_signature=true" if store.find("skip_signature") else ""
-            raise RequestError(
-                f"{what} names {shown_endpoint(address)}, to which this cache does not send the "
-                f"credentials of its nodes: give {ways}{anonymous}. The operator can name such an "
-                f"address in the environment of the nodes ({store.variable})"
-            )
+    foreign = [each for each in sorted(given) if _endpoint(*each) not in own]
+    is_complete = any(settings.keys() >= {*group} for group in store.credentials)
+    found = _secrets_of(kind, environ, settings) if mixes else []
+    if not foreign or (is_complete and not found):
+        return
+    what, address = foreign[0]
+    ways = " or ".join(" and ".join(group) for group in store.credentials)
+    anonymous = ", or skip_signature=true" if store.find("skip_signature") else ""
+    reason = (
+        f"the nodes have others too ({', '.join(found)}), which would be used: only the operator"
+        if is_complete
+        else f"give {ways}{anonymous}. The operator"
+    )
+    raise RequestError(
+        f"{what} names {shown_endpoint(address)}, to which this cache does not send the "
+        f"credentials of its nodes: {reason} can name such an address in the environment of the "
+        f"nodes ({store.variable})"
+    )
+
+
+def _secrets_of(kind: str, environ: Mapping[str, str], settings: Mapping[str, str]) -> list[str]:
+    """The variables with credentials for a store that are not given."""
+    return [
+        variable
+        for variable in sorted(environ)
+        if (option := _of_variable(kind, variable)) is not None
+        and not option.public
+        and option.name not in settings
+        and (kind != "s3" or option.form is not Form.NEVER)  # keys come before what names a file
+    ]
 
 
 def _addresses(kind: str) -> set[str]:

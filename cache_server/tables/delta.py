@@ -265,7 +265,7 @@ def _storage_options(
 ) -> dict[str, str]:
     kind = kind_of(uri)
     settings = settings_for_delta(kind, options, secrets)
-    way = pass_for(Location.of(uri), options, secrets) if kind else None
+    way = pass_for(Location.of(uri), options, secrets, mixes=True) if kind else None
     if way is not None:
         settings["proxy_url"] = way.url
     for ours, theirs in _SECONDS.items():
