@@ -30,7 +30,7 @@ import torch
 from benchmarks.common import Timing, median_interval, memory_directory, print_table, write_result
 from benchmarks.ranks import reading_processes
 from benchmarks.tables import DLRM_COLUMNS, DLRM_ROW_BYTES, dlrm, files_of
-from cache_client import CacheClient, CacheIterableDataset, DatasetSpec
+from cache_client import CacheClient, CacheIterableDataset, Connection, DatasetSpec
 from cache_server import LocalCluster
 
 BATCH_SIZE = 16_384
@@ -71,12 +71,11 @@ class Training:
     def _cached(self) -> Iterator[Batch]:
         dataset = CacheIterableDataset(
             "table",
-            endpoint=self.endpoint,
+            cache=Connection(self.endpoint, local="local" in self.reader),
             batch_size=BATCH_SIZE,
             shuffle=True,
             rank=self.rank,
             world_size=self.processes,
-            local="local" in self.reader,
         )
         dataset.set_epoch(self.epoch)
         return iter(dataset)

@@ -24,7 +24,7 @@ from unittest.mock import patch
 import psutil
 
 from benchmarks.common import median_interval, memory_directory, write_result
-from cache_client import CacheClient, CacheIterableDataset, DatasetSpec
+from cache_client import CacheClient, CacheIterableDataset, Connection, DatasetSpec
 from cache_server.auth.authenticator import Authenticator, Caller
 from cache_server.local import LocalNode
 from cache_server.rpc.stream_limits import StreamLimits
@@ -91,15 +91,19 @@ class Node:
         self.node = LocalNode(directory, arguments, None if tokens is None else token(0))
         self.node.start()
         self._token = None if tokens is None else token(2)
-        writer = CacheClient(self.node.endpoint, token=None if tokens is None else token(1))
+        writer = CacheClient(
+            Connection(self.node.endpoint, token=None if tokens is None else token(1))
+        )
         writer.load(DatasetSpec("t", source))
 
     def epoch(self, *, local: bool) -> tuple[float, Counter[str]]:
         """Processor seconds of node and reader for a shuffled epoch, and what was sent."""
         dataset = CacheIterableDataset(
-            "t", batch_size=BATCH_SIZE, shuffle=True, endpoint=self.node.endpoint, local=local,
-            token=self._token,
-        )  # fmt: skip
+            "t",
+            batch_size=BATCH_SIZE,
+            shuffle=True,
+            cache=Connection(self.node.endpoint, local=local, token=self._token),
+        )
         process = psutil.Process(self.node.pid)
         before, own = process.cpu_times(), time.process_time()
         with counted() as sent:
@@ -113,11 +117,11 @@ class Node:
 @contextmanager
 def counted() -> Iterator[Counter[str]]:
     """Counts the calls and the requests of this process meanwhile."""
-    from cache_client.flight.connections import Connection
+    from cache_client.flight.connections import NodeConnection
     from cache_client.flight.streams import GatherStream
 
     sent: Counter[str] = Counter()
-    options, send, receive = Connection._options, GatherStream.send, GatherStream.receive
+    options, send, receive = NodeConnection._options, GatherStream.send, GatherStream.receive
 
     def count_call(*arguments: Any) -> Any:
         sent["calls"] += 1
@@ -133,7 +137,7 @@ def counted() -> Iterator[Counter[str]]:
         return batches
 
     with (
-        patch.object(Connection, "_options", count_call),
+        patch.object(NodeConnection, "_options", count_call),
         patch.object(GatherStream, "send", count_request),
         patch.object(GatherStream, "receive", count_messages),
     ):

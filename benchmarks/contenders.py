@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection as Pipe
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,7 @@ from benchmarks.common import Contender, pinned
 from benchmarks.processes import child_process
 from benchmarks.tables import Table
 from benchmarks.throughput import read_with_pyarrow
-from cache_client import CacheIterableDataset, CacheMixture
+from cache_client import CacheIterableDataset, CacheMixture, Connection
 from cache_client.job.arguments import BatchFormat
 from cache_server import LocalCluster
 
@@ -80,14 +80,13 @@ class Epochs:
         stacked = reading.stack and not reading.packed
         self._dataset = CacheIterableDataset(
             "packed" if reading.packed else reading.table.name,
-            endpoint=reading.endpoint,
+            cache=Connection(reading.endpoint, local=reading.local),
             batch_size=BATCH_SIZE,
             shuffle=reading.shuffle,
             rank=rank,
             world_size=world_size,
             stack=reading.table.stack if stacked else None,
             batch_format=reading.batch_format,
-            local=reading.local,
         )
         self._epoch = 0
 
@@ -183,7 +182,7 @@ def stacked_or_not(table: Table, cluster: LocalCluster) -> list[Contender]:
 class Ranks:
     """Processes that each read one rank's part, started once."""
 
-    def __init__(self, pipes: Sequence[Connection]) -> None:
+    def __init__(self, pipes: Sequence[Pipe]) -> None:
         self._pipes = pipes
 
     def run(self, reading: Reading) -> int:
@@ -205,7 +204,7 @@ def run_ranks() -> Iterator[Ranks]:
         yield Ranks(pipes)
 
 
-def _be_a_rank(pipe: Connection) -> None:
+def _be_a_rank(pipe: Pipe) -> None:
     torch.set_num_threads(1)
     pipe.send("ready")
     epochs: dict[str, Epochs] = {}
@@ -352,7 +351,7 @@ class _BareFlightServer(flight.FlightServerBase):  # type: ignore[misc]
         return flight.RecordBatchStream(pa.Table.from_batches(batches))
 
 
-def _serve_bare_flight(pipe: Connection, packed: str, row_bytes: float) -> None:
+def _serve_bare_flight(pipe: Pipe, packed: str, row_bytes: float) -> None:
     table = pq.read_table(packed).combine_chunks()
     with _BareFlightServer(table, row_bytes) as server:
         pipe.send((server.port, os.getpid()))

@@ -37,7 +37,7 @@ import pyarrow.parquet as pq
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from benchmarks.common import memory_directory, write_result
-from cache_client import CacheClient, DatasetSpec
+from cache_client import CacheClient, Connection, DatasetSpec
 from cache_client.reading.lease import _RENEWALS_PER_LEASE
 from cache_protocol.errors import NodeUnavailableError
 from cache_protocol.v1 import cache_pb2 as pb
@@ -384,7 +384,7 @@ async def measure(
         write_table(folder, num_shards)
         spec = DatasetSpec("table", folder, target_shard_bytes=1)
         world = World(cluster.nodes[0].control_location, str(cluster.token), num_nodes, spec)
-        client = CacheClient(cluster.endpoint, token=cluster.token, timeout_s=600)
+        client = CacheClient(Connection(cluster.endpoint, token=cluster.token, deadline_s=600))
         clock = Clock(cluster.nodes[0].pid)
         result: dict[str, Any] = {"nodes": num_nodes, "shards": num_shards, "readers": num_readers}
         async with world.run():

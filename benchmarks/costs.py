@@ -22,10 +22,10 @@ from benchmarks.clusters import drop_all
 from benchmarks.common import cpu_seconds, memory_directory, pin, process_cpu_s
 from benchmarks.scale import BATCH_SIZE, InstantNode, make_case
 from benchmarks.tables import FEATURES, ROW_BYTES
-from cache_client import CacheClient, CacheIterableDataset, DatasetSpec
-from cache_client.flight.connections import Connection
+from cache_client import CacheClient, CacheIterableDataset, Connection, DatasetSpec
+from cache_client.flight.connections import NodeConnection
 from cache_client.order.order import EpochOrder
-from cache_client.reading.shard_maps import wait_for_plan
+from cache_client.reading.shard_maps import wait_for_shard_map
 from cache_client.reading.window_sizes import WindowSizes
 from cache_protocol.wire.credentials import Credentials
 from cache_server import LocalCluster
@@ -124,8 +124,10 @@ def client_without_wire() -> tuple[float, list[float], float]:
             cpu = _repeated(lambda case=case: case.permute() + case.route())  # type: ignore[misc]
             plan_ns = cpu / sum(map(len, case.windows))
         with (
-            mock.patch("cache_client.training.dataset.wait_for_plan", return_value=case.shards),
-            mock.patch("cache_client.reading.node_streams.Connection", InstantNode),
+            mock.patch(
+                "cache_client.training.dataset.wait_for_shard_map", return_value=case.shards
+            ),
+            mock.patch("cache_client.reading.node_streams.NodeConnection", InstantNode),
             closing(_windows(steps)) as windows,
         ):
             next(windows)
@@ -139,12 +141,11 @@ def _windows(steps: int) -> Any:
     """Reads one window of a dataset of all nodes at each `next`."""
     dataset = CacheIterableDataset(
         "table",
-        endpoint="grpc://node-0:50051",
+        cache=Connection("grpc://node-0:50051", local=False),
         batch_size=BATCH_SIZE,
         stack={"features": FEATURES},
         shuffle=True,
         seed=1,
-        local=False,
     )
     for epoch in itertools.count():
         dataset.set_epoch(epoch)
@@ -160,9 +161,9 @@ def _wire(cluster: LocalCluster) -> tuple[list[float], list[float], float, float
     """
     pid = cluster.nodes[0].pid
     credentials = Credentials(token=cluster.token)
-    shards = wait_for_plan(cluster.endpoint, "table", (), 30.0, credentials)
+    shards = wait_for_shard_map(cluster.endpoint, "table", (), 30.0, credentials)
     row_ids = EpochOrder(shards.num_rows, shuffle=True, seed=1).row_ids(np.arange(shards.num_rows))
-    connection = Connection(cluster.endpoint, credentials)
+    connection = NodeConnection(cluster.endpoint, credentials)
     points: list[tuple[float, ...]] = []
     client_ns: list[float] = []
     node_ns: list[float] = []

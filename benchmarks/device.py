@@ -82,7 +82,7 @@ def measure(
     def dataset(**arguments: Any) -> CacheIterableDataset:
         return CacheIterableDataset(
             "table",
-            endpoint=endpoint,
+            cache=endpoint,
             batch_size=batch_size,
             shuffle=True,
             stack={"features": FEATURES},

@@ -40,7 +40,7 @@ from benchmarks.common import (
     write_result,
 )
 from benchmarks.tables import FILES
-from cache_client import CacheClient, CacheIterableDataset, DatasetSpec
+from cache_client import CacheClient, CacheIterableDataset, Connection, DatasetSpec
 from cache_server import LocalCluster
 
 BATCH_SIZE = 1024
@@ -143,7 +143,10 @@ def measure_reads(
 
     def read(**options: Any) -> int:
         batches = CacheIterableDataset(
-            "table", endpoint=cluster.endpoint, batch_size=BATCH_SIZE, local=False, **options
+            "table",
+            cache=Connection(cluster.endpoint, local=False),
+            batch_size=BATCH_SIZE,
+            **options,
         )
         is_arrow = "batch_format" in options
         return sum(

@@ -92,11 +92,7 @@ def readers(endpoint: str) -> Iterator[Contender]:
 
     def dataset(name: str) -> CacheIterableDataset:
         return CacheIterableDataset(
-            name,
-            endpoint=endpoint,
-            batch_size=BATCH_SIZE,
-            shuffle=True,
-            stack={"features": FEATURES},
+            name, cache=endpoint, batch_size=BATCH_SIZE, shuffle=True, stack={"features": FEATURES}
         )
 
     options: dict[str, dict[str, Any]] = {

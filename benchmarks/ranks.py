@@ -78,7 +78,7 @@ class Task:
         """Rows that were read, and when that began and ended, by a clock that all share."""
         dataset = CacheIterableDataset(
             "table",
-            endpoint=self.endpoint,
+            cache=self.endpoint,
             batch_size=BATCH_SIZE,
             stack={"features": FEATURES},
             shuffle=True,

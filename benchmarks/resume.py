@@ -88,7 +88,7 @@ def measure_cache(table: Path, directory: Path, num_rows: int, repeats: int) -> 
         def make() -> CacheIterableDataset:
             return CacheIterableDataset(
                 "table",
-                endpoint=cluster.endpoint,
+                cache=cluster.endpoint,
                 batch_size=BATCH_SIZE,
                 stack={"features": FEATURES},
                 shuffle=True,

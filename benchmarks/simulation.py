@@ -26,7 +26,7 @@ from benchmarks.scale import BATCH_SIZE
 from benchmarks.simulated_cluster import Case, Machines, Plans, Simulation
 from benchmarks.simulation_report import write_report
 from benchmarks.tables import FEATURES, floats
-from cache_client import CacheClient, CacheIterableDataset, DatasetSpec
+from cache_client import CacheClient, CacheIterableDataset, Connection, DatasetSpec
 from cache_server import LocalCluster
 
 LOCAL_NODES = (1, 2, 4, 8)
@@ -104,9 +104,8 @@ def check(num_nodes: int, table: Path, costs: Costs, repeats: int) -> dict[str, 
         info = client.load(DatasetSpec("table", table, target_shard_bytes=SHARD_BYTES))
         pids = [node.pid for node in cluster.nodes]
         dataset = CacheIterableDataset(
-            "table", endpoint=cluster.endpoint, batch_size=BATCH_SIZE,
-            stack={"features": FEATURES}, shuffle=True, local=False,
-        )  # fmt: skip
+            "table", cache=Connection(cluster.endpoint, local=False), batch_size=BATCH_SIZE,
+            stack={"features": FEATURES}, shuffle=True)  # fmt: skip
         measured: list[Epoch] = []
         cores = sorted(os.sched_getaffinity(0))
         with pin(dict.fromkeys(pids, -1)):

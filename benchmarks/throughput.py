@@ -26,7 +26,7 @@ from benchmarks.common import (
     write_timings,
 )
 from benchmarks.tables import FEATURES, ROW_BYTES, floats
-from cache_client import CacheClient, CacheIterableDataset, DatasetSpec
+from cache_client import CacheClient, CacheIterableDataset, Connection, DatasetSpec
 from cache_server import LocalCluster
 
 BATCH_SIZE = 1024
@@ -90,11 +90,10 @@ def measure_reads(table: Path, directory: Path, num_rows: int, repeats: int) -> 
         def cached(shuffle: bool) -> int:
             dataset = CacheIterableDataset(
                 "table",
-                endpoint=cluster.endpoint,
+                cache=Connection(cluster.endpoint, local=False),
                 batch_size=BATCH_SIZE,
                 stack={"features": FEATURES},
                 shuffle=shuffle,
-                local=False,
             )
             return sum(len(batch["features"]) for batch in dataset)
 

@@ -25,7 +25,6 @@ import os
 import statistics
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -44,10 +43,10 @@ from benchmarks.common import (
 )
 from benchmarks.contenders import BATCH_SIZE, epochs_of
 from benchmarks.tables import FEATURES, ROW_BYTES, floats
-from cache_client import CacheClient, CacheIterableDataset, DatasetSpec, Join
+from cache_client import CacheClient, CacheIterableDataset, DatasetSpec, Join, View
 from cache_client.job.ranks import find_credentials
 from cache_client.reading.rows import Rows, cut
-from cache_client.reading.shard_maps import wait_for_plan
+from cache_client.reading.shard_maps import wait_for_shard_map
 from cache_client.view_options.columns import VersionNodes, selected_rows
 from cache_client.view_options.packed_batches import PackedAssembler
 from cache_client.view_options.sequences import sequences_at_once
@@ -147,22 +146,24 @@ def cpu_ratio(ours: Timing, theirs: Timing) -> float:
 def readers(endpoint: str) -> Iterator[Contender]:
     """The plain read of a table, and views of it."""
     columns = [*FEATURES, "label"]
-    views: dict[str, dict[str, Any]] = {
-        PLAIN: {},
-        FILTERED: {"where": "f0 > 0"},
-        SPLIT: {"split": {"a": 0.5, "b": 0.5}, "part": "a"},
-        TEXTS: {"columns": [*columns, "street"]},
-        CODES: {"columns": [*columns, "street"], "codes": ["street"]},
-        JOINED: {"join": {"street": Join("streets", columns=["income"])}},
+    with_street = [*columns, "street"]
+    views: dict[str, tuple[list[str], View]] = {
+        PLAIN: (columns, View()),
+        FILTERED: (columns, View(where="f0 > 0")),
+        SPLIT: (columns, View(split={"a": 0.5, "b": 0.5}, part="a")),
+        TEXTS: (with_street, View()),
+        CODES: (with_street, View(codes=["street"])),
+        JOINED: (columns, View(join={"street": Join("streets", columns=["income"])})),
     }
-    for name, view in views.items():
+    for name, (names, view) in views.items():
         dataset = CacheIterableDataset(
             "table",
-            endpoint=endpoint,
+            cache=endpoint,
             batch_size=BATCH_SIZE,
             shuffle=True,
             stack={"features": FEATURES},
-            **{"columns": columns, **view},
+            columns=names,
+            view=view,
         )
         rows = dataset.num_samples
         yield Contender(name, epochs_of(dataset), rows, rows * ROW_BYTES, "exact global")
@@ -222,7 +223,7 @@ def evaluations(endpoint: str, table: Path, directory: Path, num_rows: int) -> I
     """One condition on two columns, evaluated by the cache and by DataFusion."""
     num_bytes = num_rows * 2 * 4
     credentials = find_credentials(endpoint)
-    shards = wait_for_plan(endpoint, "table", (), 60, credentials)
+    shards = wait_for_shard_map(endpoint, "table", (), 60, credentials)
     version = VersionNodes(endpoint, shards, credentials)
     fresh = itertools.count(1)  # what was evaluated before is not evaluated again
 

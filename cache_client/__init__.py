@@ -4,6 +4,7 @@
     CacheIterableDataset     reads a dataset in a training loop
     CacheMixture             reads several datasets in given proportions
     CacheDataset             reads rows by number, for samplers and libraries with their own order
+    Connection               how to reach a cache; what to read of a dataset is a View
 
 The datasets and the loader need torch. They are imported at their first use: `CacheClient` and
 ``cachectl`` work without torch.
@@ -16,6 +17,8 @@ from cache_client.control.client import CacheClient
 from cache_client.control.forecast import LoadForecast, TableForecast
 from cache_client.control.infos import DatasetInfo, NodeInfo
 from cache_client.epochs.stats import NodeStats, ReadStats
+from cache_client.job.connection import Connection
+from cache_client.writing.writes import Write
 from cache_protocol.datasets.dataset_spec import DatasetSpec
 from cache_protocol.errors import (
     CacheError,
@@ -40,11 +43,12 @@ from cache_protocol.wire.load_progress import LoadReport
 
 if TYPE_CHECKING:
     from cache_client.training.dataset import CacheIterableDataset
+    from cache_client.training.job_config import Reading
     from cache_client.training.loader import CacheLoader
     from cache_client.training.mixture import CacheMixture
     from cache_client.training.random_access import CacheDataset
-    from cache_client.view_options.lookup_options import Join
-    from cache_client.view_options.lookups import Frequent, Vocabulary
+    from cache_client.view_options.lookups import Frequent, Join, Vocabulary
+    from cache_client.view_options.options import View
 
 _AT_FIRST_USE = {
     "CacheDataset": "training.random_access",
@@ -52,7 +56,9 @@ _AT_FIRST_USE = {
     "CacheLoader": "training.loader",
     "CacheMixture": "training.mixture",
     "Frequent": "view_options.lookups",
-    "Join": "view_options.lookup_options",
+    "Join": "view_options.lookups",
+    "Reading": "training.job_config",
+    "View": "view_options.options",
     "Vocabulary": "view_options.lookups",
 }
 
@@ -64,6 +70,7 @@ __all__ = [
     "CacheLoader",
     "CacheMixture",
     "ConfigError",
+    "Connection",
     "DatasetInfo",
     "DatasetNotFoundError",
     "DatasetSpec",
@@ -84,11 +91,14 @@ __all__ = [
     "NotReadyError",
     "PermissionDeniedError",
     "ReadStats",
+    "Reading",
     "RequestError",
     "StaleVersionError",
     "TableForecast",
     "UnauthenticatedError",
+    "View",
     "Vocabulary",
+    "Write",
 ]
 
 

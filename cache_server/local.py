@@ -244,7 +244,7 @@ class LocalCluster:
     """Cache nodes on this machine, on ports of 127.0.0.1. A context manager.
 
     Args:
-        num_nodes: processes; the first is the coordinator.
+        nodes: how many processes; the first is the coordinator.
         cache_dir: directory of the shards, with one folder for each node; kept afterwards. Default:
             a temporary one, in ``/dev/shm`` if possible, removed afterwards.
         memory_limit_bytes: of each node.
@@ -266,7 +266,7 @@ class LocalCluster:
 
     def __init__(
         self,
-        num_nodes: int = 1,
+        nodes: int = 1,
         cache_dir: str | os.PathLike[str] | None = None,
         *,
         memory_limit_bytes: int | None = None,
@@ -276,7 +276,7 @@ class LocalCluster:
         insecure: bool = False,
     ) -> None:
         count, settings = checked_settings(
-            num_nodes, cache_dir, memory_limit_bytes, huge_pages,
+            nodes, cache_dir, memory_limit_bytes, huge_pages,
             node_timeout_s=node_timeout_s, lease_s=lease_s,
         )  # fmt: skip
         self._parent = os.getpid()
@@ -363,7 +363,7 @@ class LocalCluster:
 
 
 def checked_settings(
-    num_nodes: object,
+    nodes: object,
     cache_dir: object,
     memory_limit_bytes: object,
     huge_pages: object = True,
@@ -371,11 +371,11 @@ def checked_settings(
 ) -> tuple[int, NodeConfig]:
     """The number of nodes, and their settings. Raises a ConfigError that quotes every bad value."""
     problems: list[str] = []
-    count = as_integer(num_nodes)
+    count = as_integer(nodes)
     if count is None:
-        problems.append(f"num_nodes must be a number of nodes, got {num_nodes!r}")
+        problems.append(f"nodes must be a number of nodes, got {nodes!r}")
     elif count < 1:
-        problems.append(f"num_nodes must be at least 1, got {count}")
+        problems.append(f"nodes must be at least 1, got {count}")
     if not isinstance(cache_dir, str | os.PathLike | None) or cache_dir == "":
         problems.append(f"cache_dir must be a path, got {cache_dir!r}")
     if not isinstance(huge_pages, bool):

@@ -40,7 +40,7 @@ def main() -> None:
 
     table = write_lineitem(arguments.data_dir, arguments.scale_factor)
     print(f"cache: starting {count(arguments.nodes, 'node')}", flush=True)
-    with LocalCluster(num_nodes=arguments.nodes) as cluster:
+    with LocalCluster(nodes=arguments.nodes) as cluster:
         client = CacheClient(cluster.endpoint)
         info = client.load(DatasetSpec("lineitem", table, sql=SQL), progress=True)
         per_node = [

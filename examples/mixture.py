@@ -26,7 +26,7 @@ BATCH_SIZE = 100
 
 def main() -> None:
     """Runs the example."""
-    with tempfile.TemporaryDirectory() as directory, LocalCluster(num_nodes=1) as cluster:
+    with tempfile.TemporaryDirectory() as directory, LocalCluster(nodes=1) as cluster:
         client = CacheClient(cluster.endpoint)
         for number, (name, num_rows) in enumerate(ROWS.items()):
             write_houses(Path(directory) / name, num_rows, seed=number)
@@ -61,7 +61,7 @@ def train(endpoint: str) -> None:
 def mix(endpoint: str, *, old: float, new: float) -> CacheMixture:
     """The two tables, shuffled; new houses come again until each old one was there."""
     houses = {
-        name: CacheIterableDataset(name, endpoint=endpoint, batch_size=BATCH_SIZE, shuffle=True)
+        name: CacheIterableDataset(name, cache=endpoint, batch_size=BATCH_SIZE, shuffle=True)
         for name in ROWS
     }
     return CacheMixture(

@@ -24,7 +24,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from cache_client import CacheClient, CacheIterableDataset, DatasetSpec
+from cache_client import CacheClient, CacheIterableDataset, Connection, DatasetSpec, Reading
 from cache_server import LocalCluster
 
 RANKS, SLOW_RANK = 4, 2
@@ -42,7 +42,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=10.0, help="of each job")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as directory, LocalCluster(num_nodes=2) as cluster:
+    with tempfile.TemporaryDirectory() as directory, LocalCluster(nodes=2) as cluster:
         client = CacheClient(cluster.endpoint)
         source = write_table(Path(directory))
         client.load(DatasetSpec("rows", source, target_shard_bytes=SHARD_BYTES))
@@ -101,10 +101,16 @@ def train(
         return batch
 
     dataset = CacheIterableDataset(
-        "rows", endpoint=endpoint, batch_size=256, shuffle=True, job=job, rank=rank,
-        world_size=RANKS, transform=transform, local=False, message_bytes=64 * 1024,
-        prefetch_batches=8,
-    )  # fmt: skip
+        "rows",
+        cache=Connection(endpoint, local=False),
+        batch_size=256,
+        shuffle=True,
+        job=job,
+        rank=rank,
+        world_size=RANKS,
+        transform=transform,
+        reading=Reading(message_bytes=64 * 1024, prefetch_batches=8),
+    )
     epoch = 0
     try:
         while True:

@@ -18,10 +18,11 @@ import pyarrow.parquet as pq
 import torch
 from torch import nn
 
-from cache_client import CacheClient, CacheIterableDataset, DatasetSpec
+from cache_client import CacheClient, CacheIterableDataset, DatasetSpec, View
 from cache_server import LocalCluster
 
 ROWS, USERS = 10_000, 1_000
+PARTS = {"train": 0.9, "val": 0.1}
 WHERE = "seconds > 5"  # shorter visits say little
 FEATURES = ["age", "seconds"]
 
@@ -33,10 +34,10 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as directory, LocalCluster(num_nodes=2) as cluster:
+    with tempfile.TemporaryDirectory() as directory, LocalCluster(nodes=2) as cluster:
         client = CacheClient(cluster.endpoint)
         client.load(DatasetSpec("ratings", write_table(Path(directory)), target_shard_bytes=2**18))
-        train, val = part(cluster, "train", 0.8), part(cluster, "val", 0.1)
+        train, val = part(cluster, "train"), part(cluster, "val")
         model = nn.Sequential(nn.Linear(len(FEATURES), 32), nn.ReLU(), nn.Linear(32, 1))
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
         users: dict[str, set[int]] = {"train": set(), "val": set()}
@@ -60,17 +61,15 @@ def main() -> None:
     print(f"{len(users['train'] & users['val'])} users on both sides")
 
 
-def part(cluster: LocalCluster, name: str, fraction: float) -> CacheIterableDataset:
+def part(cluster: LocalCluster, name: str) -> CacheIterableDataset:
     """The rows of some users."""
     return CacheIterableDataset(
         "ratings",
-        endpoint=cluster.endpoint,
+        cache=cluster.endpoint,
         batch_size=256,
         shuffle=name == "train",
         stack={"features": FEATURES},
-        where=WHERE,
-        split=(name, fraction),
-        split_by=["user"],
+        view=View(where=WHERE, split=PARTS, part=name, split_by=["user"]),
     )
 
 

@@ -51,7 +51,7 @@ def train(arguments: argparse.Namespace) -> bool:
     torch.manual_seed(0)
     dataset = CacheIterableDataset(
         arguments.dataset,
-        endpoint=arguments.endpoint,
+        cache=arguments.endpoint,
         batch_size=arguments.batch_size,
         columns=["row_key", *FEATURES, "price"],
         stack={"features": FEATURES},

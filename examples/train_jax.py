@@ -84,7 +84,7 @@ def main() -> None:
     # The rank comes from JAX_PROCESS_ID and JAX_NUM_PROCESSES.
     dataset = CacheIterableDataset(
         arguments.dataset,
-        endpoint=arguments.endpoint,
+        cache=arguments.endpoint,
         batch_size=arguments.batch_size,
         batch_format="numpy",
         columns=["row_key", *FEATURES, "price"],

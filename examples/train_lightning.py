@@ -38,7 +38,7 @@ class CacheData(LightningDataModule):
         """Makes the dataset here, where torch.distributed is initialised."""
         self.dataset = CacheIterableDataset(
             self.table,
-            endpoint=self.endpoint,
+            cache=self.endpoint,
             batch_size=self.batch_size,
             columns=["row_key", *FEATURES, "price"],
             stack={"features": FEATURES},

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from cache_client import CacheClient, CacheIterableDataset, DatasetSpec
+from cache_client import CacheClient, CacheIterableDataset, DatasetSpec, View
 from cache_server import LocalCluster
 
 PAGES = Path(__file__).resolve().parents[1] / "docs"
@@ -37,7 +37,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=40)
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as directory, LocalCluster(num_nodes=2) as cluster:
+    with tempfile.TemporaryDirectory() as directory, LocalCluster(nodes=2) as cluster:
         source = write_documents(Path(directory))
         CacheClient(cluster.endpoint).load(DatasetSpec("pages", source))
         compare(cluster.endpoint, "pages", arguments.steps)
@@ -82,14 +82,16 @@ def train(
     torch.set_num_threads(1)
     dataset = CacheIterableDataset(
         name,
-        endpoint=endpoint,
+        cache=endpoint,
         batch_size=BATCH_SIZE,
         shuffle=True,
         drop_last=True,
-        pack="tokens",
-        sequence_length=SEQUENCE_LENGTH,
-        pack_outputs=["position_ids", "document_ids", "labels"],
-        label_mask="answer",
+        view=View(
+            pack="tokens",
+            sequence_length=SEQUENCE_LENGTH,
+            pack_outputs=["position_ids", "document_ids", "labels"],
+            label_mask="answer",
+        ),
     )
     model = CausalModel()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)

@@ -145,7 +145,7 @@ def train(arguments: argparse.Namespace) -> bool:
     # After TrainingArguments, which initialise torch.distributed.
     dataset = CacheIterableDataset(
         arguments.dataset,
-        endpoint=arguments.endpoint,
+        cache=arguments.endpoint,
         batch_size=arguments.batch_size,
         columns=["row_key", *FEATURES, "price"],
         stack={"features": FEATURES},

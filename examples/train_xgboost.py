@@ -81,7 +81,7 @@ def main() -> None:
     with workers():  # the dataset finds its rank in XGBoost's collective
         dataset = CacheIterableDataset(
             arguments.dataset,
-            endpoint=arguments.endpoint,
+            cache=arguments.endpoint,
             batch_size=arguments.batch_size,
             columns=["row_key", *FEATURES, "price"],
             stack={"features": FEATURES},

@@ -20,10 +20,11 @@ import pyarrow.parquet as pq
 import torch
 from torch import nn
 
-from cache_client import CacheClient, CacheIterableDataset, DatasetSpec, Join
+from cache_client import CacheClient, CacheIterableDataset, DatasetSpec, Join, View
 from cache_server import LocalCluster
 
 ROWS, ACCOUNTS = 20_000, 500
+PARTS = {"train": 0.9, "val": 0.1}
 CITIES = ["Bergen", "Bonn", "Oslo", "Rome"]
 
 
@@ -49,7 +50,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=2)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as directory, LocalCluster(num_nodes=2) as cluster:
+    with tempfile.TemporaryDirectory() as directory, LocalCluster(nodes=2) as cluster:
         client = CacheClient(cluster.endpoint)
         for name, table in tables().items():
             path = Path(directory) / f"{name}.parquet"
@@ -60,24 +61,28 @@ def main() -> None:
             print(f"classes {name}: {found:.0%} of the frauds found", flush=True)
 
 
-def payments(endpoint: str, part: str, fraction: float, **options: Any) -> CacheIterableDataset:
+def payments(endpoint: str, part: str, **options: Any) -> CacheIterableDataset:
     """The payments of a part, with codes of cities and the age of their account."""
     return CacheIterableDataset(
         "payments",
-        endpoint=endpoint,
+        cache=endpoint,
         batch_size=256,
         columns=["amount", "fraud"],
-        codes=["city"],
-        join={"account": Join("accounts", columns=["age"])},
-        split=(part, fraction),
-        **options,
+        view=View(
+            codes=["city"],
+            join={"account": Join("accounts", columns=["age"])},
+            split=PARTS,
+            part=part,
+            **options,
+        ),
+        shuffle=part == "train",
     )
 
 
 def train(endpoint: str, epochs: int, options: dict[str, Any]) -> float:
     """Trains a model; returns the part of the frauds of other payments that it finds."""
     torch.manual_seed(0)
-    data = payments(endpoint, "train", 0.8, shuffle=True, **options)
+    data = payments(endpoint, "train", **options)
     model = Detector(len(data.vocabulary("city")))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     for epoch in range(epochs):
@@ -91,7 +96,7 @@ def train(endpoint: str, epochs: int, options: dict[str, Any]) -> float:
             optimizer.step()
     found = frauds = 0
     with torch.no_grad():
-        for batch in payments(endpoint, "val", 0.1, where="fraud").loader():
+        for batch in payments(endpoint, "val", where="fraud").loader():
             found += int((model(batch) > 0).sum())
             frauds += len(batch["fraud"])
     return found / frauds

@@ -33,7 +33,7 @@ import torch.distributed.nn  # before the group: see "The end of a rank" in READ
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from cache_client import CacheClient, CacheIterableDataset
+from cache_client import CacheClient, CacheIterableDataset, Connection
 from cache_protocol.datasets.job_settings import spec_from_env
 
 try:
@@ -85,7 +85,7 @@ def train(epochs: int = 2, batch_size: int = 1024, load_timeout_s: float = 3600.
         batch_size=batch_size,
         stack={"features": ["quantity", "discount", "tax"]},
         shuffle=True,
-        deadline_s=load_timeout_s,
+        cache=Connection(deadline_s=load_timeout_s),
     )
     network = nn.Linear(3, 1).to(device)
     model = DistributedDataParallel(network, device_ids=[device] if gpu else None)

@@ -79,7 +79,7 @@ def executed_nodes() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[LocalCluster]:
     """Two cache nodes that a test must leave as it found them; use `dataset_name` for names."""
-    with LocalCluster(num_nodes=2) as running:
+    with LocalCluster(nodes=2) as running:
         yield running
 
 
@@ -116,13 +116,13 @@ def fetches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def streams(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The location of each gather stream that is opened."""
     opened: list[str] = []
-    open_gather = connections.Connection.open_gather
+    open_gather = connections.NodeConnection.open_gather
 
-    def spy(self: connections.Connection, *arguments: object, **options: object) -> object:
+    def spy(self: connections.NodeConnection, *arguments: object, **options: object) -> object:
         opened.append(self.location)
         return open_gather(self, *arguments, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(connections.Connection, "open_gather", spy)
+    monkeypatch.setattr(connections.NodeConnection, "open_gather", spy)
     return opened
 
 

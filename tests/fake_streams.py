@@ -114,7 +114,7 @@ class _FakeConnection:
         assert (dataset, fingerprint) == ("table", "f")
         self.streams.record("renew", self.location, timeout_s)
 
-    def read_plan(
+    def read_shard_map(
         self,
         dataset: str,
         fingerprint: str,

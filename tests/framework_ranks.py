@@ -34,6 +34,7 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from cache_client import CacheIterableDataset
+from tests.job_arguments import grouped
 
 WORLD_SIZE = 2
 BATCH_SIZE = 16
@@ -50,7 +51,7 @@ def case(function: Callable[[], Any]) -> Callable[[], Any]:
 
 def dataset(**options: Any) -> CacheIterableDataset:
     given = {"batch_size": BATCH_SIZE, "shuffle": True, "columns": ["row", "a", "label"]}
-    return CacheIterableDataset(NAME, endpoint=ENDPOINT, **{**given, **options})
+    return CacheIterableDataset(NAME, **grouped(cache=ENDPOINT, **{**given, **options}))
 
 
 def rows(batches: Iterable[Any]) -> list[int]:
@@ -197,10 +198,10 @@ def a_mesh_with_a_tensor_parallel_dimension() -> Any:
         made.set_epoch(1)
         rows(made.loader(num_workers=1))
     return {
-        "mesh": rows(dataset(device_mesh=mesh).loader()),
-        "group": rows(dataset(process_group=mesh.get_group("dp")).loader(num_workers=2)),
-        "warned": [str(each.message) for each in caught if "device_mesh" in str(each.message)],
-        "both": error_of(lambda: dataset(device_mesh=mesh, rank=0, world_size=1)),
+        "mesh": rows(dataset(data_parallel=mesh).loader()),
+        "group": rows(dataset(data_parallel=mesh.get_group("dp")).loader(num_workers=2)),
+        "warned": [str(each.message) for each in caught if "data_parallel" in str(each.message)],
+        "both": error_of(lambda: dataset(data_parallel=mesh, rank=0, world_size=1)),
     }
 
 

@@ -31,7 +31,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from benchmarks.trials import tenant_inputs
-from cache_client import CacheClient, CacheIterableDataset, DatasetSpec
+from cache_client import CacheClient, CacheIterableDataset, Connection, DatasetSpec
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.v1 import cache_pb2_grpc
 from cache_server.local import LocalNode
@@ -73,7 +73,7 @@ class Fuzzer:
         self._fingerprint = fingerprint
         self._page = node.page
         schema = pa.schema([("row", pa.int64())])
-        writer = CacheClient(node.endpoint, token=_TOKENS[1])
+        writer = CacheClient(Connection(node.endpoint, token=_TOKENS[1]))
         self._write_id = writer.begin_write("gone", schema).write_id
         self._channel = grpc.insecure_channel(node.control_location)
         self._client = flight.FlightClient(node.endpoint)
@@ -301,14 +301,16 @@ def _run(
     listener: tenant_inputs.Listener | None,
 ) -> str:
     spec = DatasetSpec(NAME, source, target_shard_bytes=1)
-    fingerprint = CacheClient(node.endpoint, token=_TOKENS[1]).load(spec).fingerprint
+    fingerprint = CacheClient(Connection(node.endpoint, token=_TOKENS[1])).load(spec).fingerprint
     stop, epochs, wrong = threading.Event(), [0], list[str]()
 
     def read() -> None:
         dataset = CacheIterableDataset(
-            NAME, batch_size=100, endpoint=node.endpoint, columns=["row"], local=False,
-            token=_TOKENS[3],
-        )  # fmt: skip
+            NAME,
+            batch_size=100,
+            cache=Connection(node.endpoint, local=False, token=_TOKENS[3]),
+            columns=["row"],
+        )
         while not stop.is_set() and not wrong:
             rows = [row for batch in dataset for row in batch["row"].tolist()]
             if rows != list(range(NUM_ROWS)):

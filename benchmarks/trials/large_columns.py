@@ -100,7 +100,7 @@ def check(name: str, folder: Path) -> None:
     with ExitStack() as stack:
         source = CASES[name](folder, stack)
         begun = time.monotonic()
-        cluster = stack.enter_context(LocalCluster(num_nodes=1, cache_dir=folder / "cache"))
+        cluster = stack.enter_context(LocalCluster(nodes=1, cache_dir=folder / "cache"))
         client = CacheClient(cluster.endpoint)
         lengths = DatasetSpec("lengths", source, format=format, sql=LENGTHS)
         if "lists" not in name:

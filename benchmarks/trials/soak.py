@@ -33,7 +33,14 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from cache_client import CacheClient, CacheError, CacheIterableDataset, DatasetSpec
+from cache_client import (
+    CacheClient,
+    CacheError,
+    CacheIterableDataset,
+    Connection,
+    DatasetSpec,
+    Reading,
+)
 from cache_server import LocalCluster
 from cache_server.local import LocalNode
 from tests.waiting import files_below, wait_until
@@ -184,14 +191,13 @@ class Reader:
     def _open(self, rank: int, world_size: int) -> CacheIterableDataset:
         return CacheIterableDataset(
             NAME,
-            endpoint=self._endpoint,
+            cache=Connection(self._endpoint, local=self._number % 2 == 0),
             batch_size=BATCH_SIZES[world_size],
             shuffle=True,
             seed=self._number,
             rank=rank,
             world_size=world_size,
-            local=self._number % 2 == 0,
-            message_bytes=self._random.choice([4096, 2**20]),
+            reading=Reading(message_bytes=self._random.choice([4096, 2**20])),
         )
 
     def _slowly(self, batches: CacheIterableDataset) -> Iterator[Any]:

@@ -18,7 +18,7 @@ import sys
 import time
 from collections import Counter
 from contextlib import suppress
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection as Pipe
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ import pyarrow as pa
 from cache_client import (
     CacheClient,
     CacheError,
+    Connection,
     DatasetNotFoundError,
     LostPartitionsError,
     NodeUnavailableError,
@@ -100,9 +101,9 @@ def _put(
     return begun.put(partition, attempts[partition], rows, timeout_s=20.0)
 
 
-def writer(pipe: Connection, endpoint: str) -> None:
-    """A process that writes given rows; says whether they were acknowledged."""
-    client = CacheClient(endpoint, timeout_s=20.0)
+def writer(pipe: Pipe, endpoint: str) -> None:
+    """A process that writes what it is told; says whether it was acknowledged."""
+    client = CacheClient(Connection(endpoint, deadline_s=20.0))
     pipe.send("ready")
     while True:
         try:
@@ -150,7 +151,7 @@ class Soak:
 
     def __init__(self, cluster: LocalCluster, seed: int) -> None:
         self.cluster = cluster
-        self.client = CacheClient(cluster.endpoint, timeout_s=20.0)
+        self.client = CacheClient(Connection(cluster.endpoint, deadline_s=20.0))
         self.writer = Writer(cluster.endpoint)
         self.chance = random.Random(seed)
         self.outcomes: Counter[str] = Counter()

@@ -9,6 +9,8 @@ import typer
 import typer.core
 
 from cache_client.control.client import CacheClient
+from cache_client.job.arguments import seconds_problems
+from cache_client.job.connection import Connection
 from cache_protocol.cli.output import version_option
 from cache_protocol.errors import (
     ConfigError,
@@ -93,11 +95,19 @@ def _options(
     _access.update(token_file=token_file, tls_ca=tls_ca)
 
 
-def client_of(endpoint: str | None, timeout_s: float = 30.0) -> CacheClient:
-    """The client of a command."""
-    return CacheClient(
+def connection_of(endpoint: str | None, timeout_s: float = 30.0) -> Connection:
+    """How a command reaches the cache."""
+    problems = seconds_problems("timeout_s", timeout_s)
+    if problems:
+        raise ConfigError("; ".join(problems))
+    return Connection(
         endpoint,
-        timeout_s=timeout_s,
+        deadline_s=timeout_s,
         token_file=_access["token_file"],
         tls_ca=_access["tls_ca"],
     )
+
+
+def client_of(endpoint: str | None, timeout_s: float = 30.0) -> CacheClient:
+    """The client of a command."""
+    return CacheClient(connection_of(endpoint, timeout_s))

@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from cache_client.control.infos import JobInfo
 from cache_client.order.audit import AuditRecord, Evidence
 from cache_protocol.errors import ConfigError, missing_package
-from cache_protocol.v1 import cache_pb2 as pb
 
 
-def evidence_of(job: pb.JobInfo) -> list[Evidence]:
+def evidence_of(job: JobInfo) -> list[Evidence]:
     """The records that readers of a job sent, with the times of their reports."""
     return [
         Evidence(AuditRecord.from_dict(json.loads(entry.record)), -entry.begun_s, -entry.last_s)

@@ -19,6 +19,7 @@ from cache_client.cli.app import (
     Name,
     TimeoutS,
     client_of,
+    connection_of,
 )
 from cache_client.cli.audit_files import evidence_of, read_records
 from cache_client.cli.display import (
@@ -31,6 +32,8 @@ from cache_client.cli.display import (
     show_rows,
 )
 from cache_client.cli.jobs_display import JOB_COLUMNS, audit_lines, job_json, job_row, top_view
+from cache_client.control.row_reads import read_rows
+from cache_client.job.connection import access_to
 from cache_client.order.audit import Evidence, audit
 from cache_client.order.order import rows_of_step
 from cache_protocol.errors import (
@@ -146,7 +149,7 @@ def rows(
         step_rows.extend(found)
         return np.array([row_id for _, row_id in found], np.int64)
 
-    batch = client_of(endpoint, timeout_s=timeout_s).rows(name, row_ids)
+    batch = read_rows(access_to(connection_of(endpoint, timeout_s)), name, row_ids)
     values = batch.to_pylist()
     if as_json:
         print_json(

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
-from google.protobuf.json_format import MessageToDict
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from cache_client.cli.display import printable
-from cache_client.control.infos import NodeInfo
+from cache_client.control.infos import JobInfo, NodeInfo
 from cache_client.order.audit import EpochAudit
 from cache_protocol.cli.output import size
-from cache_protocol.v1 import cache_pb2 as pb
 
 _MOST_RANKS = 12  # in the live view; those that wait most
 _BAR = 20  # characters
@@ -23,11 +22,11 @@ _SPARKS = "▁▂▃▄▅▆▇█"
 JOB_COLUMNS = ["job", "dataset", "ranks", "epoch", "step", "rows/s", "waits", "local", "verdict"]
 
 
-def _steps(job: pb.JobInfo) -> str:
+def _steps(job: JobInfo) -> str:
     return f"{job.num_steps:,}" if job.num_steps or not job.step else "?"
 
 
-def job_row(job: pb.JobInfo) -> list[str]:
+def job_row(job: JobInfo) -> list[str]:
     """One line for a job."""
     return [
         job.name,
@@ -42,14 +41,12 @@ def job_row(job: pb.JobInfo) -> list[str]:
     ]
 
 
-def job_json(job: pb.JobInfo) -> dict[str, Any]:
+def job_json(job: JobInfo) -> dict[str, Any]:
     """A job for programs, with every number."""
-    return MessageToDict(
-        job, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
-    )
+    return asdict(job)
 
 
-def top_view(jobs: Sequence[pb.JobInfo], nodes: Sequence[NodeInfo]) -> RenderableType:
+def top_view(jobs: Sequence[JobInfo], nodes: Sequence[NodeInfo]) -> RenderableType:
     """The live view: each job with the ranks that wait most, and the memory of the nodes."""
     parts: list[RenderableType] = []
     for job in jobs:
@@ -60,7 +57,7 @@ def top_view(jobs: Sequence[pb.JobInfo], nodes: Sequence[NodeInfo]) -> Renderabl
     return Group(*parts)
 
 
-def _headline(job: pb.JobInfo) -> Text:
+def _headline(job: JobInfo) -> Text:
     bad = job.live and not job.verdict.startswith("compute bound")
     text = Text()
     text.append(printable(job.name), style="bold")
@@ -73,7 +70,7 @@ def _headline(job: pb.JobInfo) -> Text:
     return text
 
 
-def _ranks_table(job: pb.JobInfo) -> Table:
+def _ranks_table(job: JobInfo) -> Table:
     worst = sorted(job.ranks, key=lambda rank: -rank.wait_share)[:_MOST_RANKS]
     table = Table(box=None, pad_edge=False)
     names = ["rank", "waits for data", "", "a step", "transform", "fetch", "rows/s", "step"]
@@ -136,4 +133,5 @@ def audit_lines(found: EpochAudit) -> list[str]:
             f"epoch {found.epoch}: {found.outcome}: {found.rows:,} of {found.num_rows:,} rows are "
             "proven so far, each given once"
         )
-    return [head, *(f"  {finding}" for finding in found.findings)]
+    about = [found.view] if found.view else []
+    return [head, *(f"  {line}" for line in (*about, *found.findings))]

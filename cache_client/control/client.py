@@ -1,37 +1,30 @@
-"""`CacheClient`: load, list and drop datasets. The only importer of grpc in the client.
-
-Each call opens a channel to the coordinator and closes it again, so that a later fork finds nothing
-open.
-"""
+"""`CacheClient`: load, list and drop datasets."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 
-import grpc
 import numpy as np
 import pyarrow as pa
-from tenacity import (
-    Retrying,
-    retry_if_exception_type,
-    stop_after_delay,
-    stop_never,
-    wait_exponential,
-)
 
-from cache_client.control.calls import Calls, remaining_time_s
+from cache_client.control.commits import Commits
+from cache_client.control.coordinator import Coordinator
 from cache_client.control.forecast import LoadForecast
 from cache_client.control.forecast import from_proto as forecast_from_proto
-from cache_client.control.infos import CacheStatus, DatasetInfo, NodeInfo, dataset_info
+from cache_client.control.infos import (
+    CacheStatus,
+    DatasetInfo,
+    JobInfo,
+    NodeInfo,
+    dataset_info,
+    job_info,
+)
 from cache_client.control.loads import create, listeners_of, wait_until_loaded
-from cache_client.flight.call_threads import CallThreads
-from cache_client.flight.connections import Connection
-from cache_client.flight.forks import fork_gate
-from cache_client.flight.routing import ShardMap
+from cache_client.control.row_reads import checked_name, read_rows
+from cache_client.job.argument_names import names_explained
 from cache_client.job.arguments import (
     column_problems,
     flag_problems,
@@ -39,10 +32,8 @@ from cache_client.job.arguments import (
     integer_or_problem,
     seconds_problems,
 )
-from cache_client.job.ranks import find_credentials, find_endpoint
+from cache_client.job.connection import Connection, access_to
 from cache_client.order.permutation import checked_integer
-from cache_client.reading.reader import Reader
-from cache_client.reading.rows import join
 from cache_client.reading.table_reads import read_table
 from cache_client.writing import writes
 from cache_client.writing.arrow_sources import arrow_source
@@ -53,61 +44,39 @@ from cache_protocol.errors import (
     ConfigError,
     DatasetNotFoundError,
     LoadError,
-    LostPartitionsError,
-    NodeUnavailableError,
-    NotReadyError,
-    RequestError,
-    StaleVersionError,
     checked,
 )
 from cache_protocol.storage.layout import schema_from_bytes
-from cache_protocol.storage.row_index import Ids
 from cache_protocol.v1 import cache_pb2 as pb
-from cache_protocol.v1 import cache_pb2_grpc
-from cache_protocol.wire.channels import backoff, from_rpc_error, open_channel
 from cache_protocol.wire.load_progress import LoadMeter, LoadReport
 
-_MIN_LOOKUP_S = 1.0  # to find the coordinator, even if the limit of the call is shorter
 _MAX_NODES = 100_000  # of a plan, whose answer has an entry for each node
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0  # until an append before is ready
 MAX_MEMORY_BYTES = 2**64 - 1  # uint64 on the wire
+_MOVED = {each.name: f"now cache=Connection({each.name}=...)" for each in fields(Connection)}
 
 
 class CacheClient:
     """Loads, lists and drops datasets. Thread-safe; holds no connection between calls.
 
     Args:
-        endpoint: ``grpc://HOST:PORT``, the Flight endpoint of any node; default:
-            ``CACHE_ENDPOINT``, else the cache of this TrainJob.
-        timeout_s: of each call except `load` and `plan`.
-        token, token_file: show the cache who you are; default: ``CACHE_TOKEN`` or
-            ``CACHE_TOKEN_FILE``.
-        tls_ca: file of the certificates that sign those of the nodes; default: ``CACHE_TLS_CA``.
+        cache: how to reach the cache: a `Connection`, or its endpoint ``grpc://HOST:PORT``;
+            default: ``CACHE_ENDPOINT``, else the cache of this TrainJob. Its ``deadline_s`` is that
+            of each call except `load` and `plan`.
 
     Raises:
         ConfigError: quotes every bad argument; calls raise it, too. Calls raise
             NodeUnavailableError if the node or its coordinator does not answer in time.
     """
 
-    def __init__(
-        self,
-        endpoint: str | None = None,
-        *,
-        timeout_s: float = 30.0,
-        token: str | None = None,
-        token_file: str | os.PathLike[str] | None = None,
-        tls_ca: str | os.PathLike[str] | None = None,
-    ) -> None:
-        problems = seconds_problems("timeout_s", timeout_s)
-        where = checked(problems, lambda: find_endpoint(endpoint))
-        credentials = checked(
-            problems, lambda: find_credentials(where or "", token, token_file, tls_ca)
-        )
-        if problems or where is None or credentials is None:
-            raise ConfigError("; ".join(problems))
-        self.endpoint = where
-        self._credentials = credentials
-        self._timeout_s = float(timeout_s)
+    @names_explained(lambda: {**_MOVED, "timeout_s": "now cache=Connection(deadline_s=...)"})
+    def __init__(self, cache: Connection | str | None = None) -> None:
+        self._access = access_to(cache)
+        self._coordinator = Coordinator(self._access)
+
+    @property
+    def endpoint(self) -> str:
+        """Of the node that is asked first."""
+        return self._access.endpoint
 
     def __repr__(self) -> str:
         return f"CacheClient({self.endpoint!r})"
@@ -166,7 +135,7 @@ class CacheClient:
         request = pb.CreateDatasetRequest(
             spec=spec.to_proto(), secrets=spec.secrets_to_proto(), **options
         )
-        with self._coordinator(deadline) as calls:
+        with self._coordinator.calls(deadline) as calls:
             info = create(calls, request, timeout_s, deadline)
             if wait:
                 with listeners_of(spec.name, on_progress, progress) as report:
@@ -326,8 +295,8 @@ class CacheClient:
             full_wait_s=full_wait_s,
             append=append,
         )
-        deadline = self._deadline()
-        with self._coordinator(deadline) as calls:
+        deadline = self._coordinator.deadline()
+        with self._coordinator.calls(deadline) as calls:
             begun = calls.call(calls.stub.BeginWrite, request, deadline)
         return writes.Write(
             begun.dataset,
@@ -336,82 +305,9 @@ class CacheClient:
             schema_from_bytes(begun.schema),
             spec.target_shard_bytes,
             tuple(node.flight_location for node in begun.nodes),
-            self._credentials,
-            self,
+            self._access.credentials,
+            Commits(self._coordinator),
         )
-
-    def commit_write(
-        self,
-        write: writes.Write,
-        chosen: Sequence[pb.ChosenAttempt],
-        *,
-        wait: bool,
-        timeout_s: float | None,
-        on_progress: Callable[[LoadReport], None] | None,
-    ) -> DatasetInfo:
-        """Commits a write; see `Write.commit`."""
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        request = pb.CommitWriteRequest(write_id=write.write_id, partitions=chosen)
-        # A repeated commit answers with the version of the first one, or one that has its rows.
-        commit = partial(self._commit, request, write.name, timeout_s)
-        info = commit()
-        while wait:
-            try:
-                with (
-                    self._coordinator(deadline) as calls,
-                    listeners_of(write.name, on_progress, show=False) as report,
-                ):
-                    info = wait_until_loaded(calls, write.name, info, report, deadline)
-                break
-            except StaleVersionError as replaced:  # by an append, or by other rows
-                try:
-                    info = commit()
-                except RequestError:
-                    raise replaced from None
-        if info.state == pb.DATASET_STATE_FAILED:
-            raise LoadError(info.error.message)
-        return dataset_info(info)
-
-    def _commit(
-        self, request: pb.CommitWriteRequest, name: str, timeout_s: float | None
-    ) -> pb.DatasetInfo:
-        """Asks for a commit, again while the version to append to is not ready."""
-
-        def ask() -> pb.CommitWriteResponse:
-            with self._coordinator(self._deadline()) as calls:
-                found: pb.CommitWriteResponse = calls.call(
-                    calls.stub.CommitWrite, request, self._deadline()
-                )
-                return found
-
-        reachable = Retrying(
-            retry=retry_if_exception_type(NodeUnavailableError),
-            stop=stop_after_delay(self._timeout_s),
-            wait=wait_exponential(multiplier=0.25, max=2.0),
-            reraise=True,
-        )
-        ready = Retrying(
-            retry=retry_if_exception_type(NotReadyError),
-            stop=stop_never if timeout_s is None else stop_after_delay(timeout_s),
-            wait=backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S),
-            reraise=True,
-        )
-        answer: pb.CommitWriteResponse = ready(reachable, ask)
-        if answer.lost:
-            raise LostPartitionsError(
-                f"dataset {name!r} was not committed: no live node has partitions "
-                f"{', '.join(map(str, answer.lost))}, as they were chosen. Put them again, by "
-                "other attempts",
-                answer.lost,
-            )
-        return answer.dataset
-
-    def abort_write(self, write: writes.Write) -> None:
-        """Aborts a write; see `Write.abort`."""
-        request = pb.AbortWriteRequest(write_id=write.write_id)
-        deadline = self._deadline()
-        with self._coordinator(deadline) as calls:
-            calls.call(calls.stub.AbortWrite, request, deadline)
 
     def plan(
         self,
@@ -455,15 +351,15 @@ class CacheClient:
             memory_limit_bytes=memory_limit_bytes or 0,
         )
         deadline = time.monotonic() + float(timeout_s)
-        with self._coordinator(deadline) as calls:
+        with self._coordinator.calls(deadline) as calls:
             response = calls.call(calls.stub.PlanDataset, request, deadline)
         assert ranks is not None and rows is not None  # checked above
         return forecast_from_proto(response.forecast, ranks, rows)
 
     def datasets(self) -> list[DatasetInfo]:
         """One version of every dataset, by name: the newest version that has not failed."""
-        deadline = self._deadline()
-        with self._coordinator(deadline) as calls:
+        deadline = self._coordinator.deadline()
+        with self._coordinator.calls(deadline) as calls:
             response = calls.call(calls.stub.ListDatasets, pb.ListDatasetsRequest(), deadline)
         return [dataset_info(info) for info in response.datasets]
 
@@ -476,9 +372,9 @@ class CacheClient:
         return dataset_info(self._described(name))
 
     def _described(self, name: str) -> pb.DatasetInfo:
-        request = pb.GetDatasetRequest(name=_checked_name(name))
-        deadline = self._deadline()
-        with self._coordinator(deadline) as calls:
+        request = pb.GetDatasetRequest(name=checked_name(name))
+        deadline = self._coordinator.deadline()
+        with self._coordinator.calls(deadline) as calls:
             response: pb.GetDatasetResponse = calls.call(calls.stub.GetDataset, request, deadline)
         return response.dataset
 
@@ -497,9 +393,9 @@ class CacheClient:
         Raises:
             DatasetNotFoundError: lists the existing datasets.
         """
-        request = pb.DeleteDatasetRequest(name=_checked_name(name))
-        deadline = self._deadline()
-        with self._coordinator(deadline) as calls:
+        request = pb.DeleteDatasetRequest(name=checked_name(name))
+        deadline = self._coordinator.deadline()
+        with self._coordinator.calls(deadline) as calls:
             calls.call(calls.stub.DeleteDataset, request, deadline)
 
     def nodes(self) -> list[NodeInfo]:
@@ -508,8 +404,8 @@ class CacheClient:
 
     def cache_status(self) -> CacheStatus:
         """The nodes that the coordinator knows, and its clock."""
-        deadline = self._deadline()
-        with self._coordinator(deadline) as calls:
+        deadline = self._coordinator.deadline()
+        with self._coordinator.calls(deadline) as calls:
             response = calls.call(calls.stub.ListNodes, pb.ListNodesRequest(), deadline)
         nodes = tuple(
             NodeInfo(
@@ -528,7 +424,7 @@ class CacheClient:
         )
         return CacheStatus(nodes, response.now_s)
 
-    def jobs(self, name: str = "", *, audits: bool = False) -> list[pb.JobInfo]:
+    def jobs(self, name: str = "", *, audits: bool = False) -> list[JobInfo]:
         """The jobs that read from this cache, as their readers report; live ones first.
 
         Args:
@@ -536,16 +432,16 @@ class CacheClient:
             audits: with the audit records of its readers.
 
         Returns:
-            `JobInfo` messages of the wire, one for each job and dataset.
+            One for each job and dataset.
 
         Raises:
             DatasetNotFoundError: no reader of such a job has reported; lists those that have.
         """
         request = pb.ListJobsRequest(name=name, audits=audits)
-        deadline = self._deadline()
-        with self._coordinator(deadline) as calls:
+        deadline = self._coordinator.deadline()
+        with self._coordinator.calls(deadline) as calls:
             response = calls.call(calls.stub.ListJobs, request, deadline)
-        return list(response.jobs)
+        return [job_info(job) for job in response.jobs]
 
     def read(
         self,
@@ -554,7 +450,6 @@ class CacheClient:
         columns: Sequence[str] | None = None,
         rows: range | None = None,
         fingerprint: str = "",
-        local: bool = True,
     ) -> pa.RecordBatchReader:
         """Reads a dataset as a stream of Arrow batches, in source order.
 
@@ -571,16 +466,15 @@ class CacheClient:
             columns: to read, in this order; default: all.
             rows: consecutive row numbers; default: all.
             fingerprint: of the version to read; default: the newest one.
-            local: read shards of nodes on this machine from their files, in this process.
 
         Raises:
             ConfigError: quotes a bad argument.
             DatasetNotFoundError, LoadError: there is no such dataset, or its load failed.
             StaleVersionError: this version is gone.
-            NotReadyError: it was still loading after ``timeout_s``.
+            NotReadyError: it was still loading at the deadline.
         """
-        name = _checked_name(name)
-        problems = column_problems(columns) + flag_problems("local", local)
+        name = checked_name(name)
+        problems = column_problems(columns)
         if rows is not None and not isinstance(rows, range):
             problems.append(f"rows must be a range, got {rows!r}")
         if not is_text(fingerprint):
@@ -588,14 +482,14 @@ class CacheClient:
         if problems:
             raise ConfigError("; ".join(problems))
         return read_table(
-            self.endpoint,
+            self._access.endpoint,
             name,
             columns=tuple(columns or ()),
             rows=rows,
             fingerprint=fingerprint,
-            deadline_s=self._timeout_s,
-            local=local,
-            credentials=self._credentials,
+            deadline_s=self._access.deadline_s,
+            local=self._access.local,
+            credentials=self._access.credentials,
         )
 
     def head(self, name: str, num_rows: int = 5) -> pa.RecordBatch:
@@ -609,55 +503,9 @@ class CacheClient:
             num_rows = checked_integer("num_rows", num_rows, 0)
         except ValueError as error:
             raise ConfigError(str(error)) from None
-        return self.rows(name, lambda rows: np.arange(min(num_rows, rows), dtype=np.int64))
-
-    def rows(self, name: str, row_ids: Callable[[int], Ids]) -> pa.RecordBatch:
-        """Rows of a dataset by number, in the order of the numbers.
-
-        Args:
-            row_ids: called with the number of rows of the dataset; returns int64 numbers below it.
-
-        Raises:
-            As `head`.
-        """
-        name = _checked_name(name)
-        deadline = self._deadline()
-        with CallThreads() as threads:
-            shards = threads.call(self._read_plan, name)
-            remaining_s = remaining_time_s(deadline) or _MIN_LOOKUP_S
-            with Reader(
-                self.endpoint, shards, deadline_s=remaining_s, credentials=self._credentials
-            ) as reader:
-                pieces = threads.call(reader.fetch, row_ids(shards.num_rows))
-        return join(pieces).to_batch()
-
-    def _deadline(self) -> float:
-        return time.monotonic() + self._timeout_s
-
-    def _read_plan(self, name: str) -> ShardMap:
-        with Connection(self.endpoint, self._credentials) as connection:
-            return connection.read_plan(name, "", (), self._timeout_s)
-
-    @contextmanager
-    def _coordinator(self, deadline: float | None) -> Iterator[Calls]:
-        remaining_s = remaining_time_s(deadline)
-        lookup_s = self._timeout_s
-        if remaining_s is not None:
-            lookup_s = min(lookup_s, max(remaining_s, _MIN_LOOKUP_S))
-        with CallThreads() as threads:
-            location = threads.call(self._find_coordinator, lookup_s)
-            fork_gate.use()
-            channel = threads.call(open_channel, location, self._credentials)
-            try:
-                yield Calls(threads, cache_pb2_grpc.CoordinatorStub(channel), self._credentials)
-            except grpc.RpcError as error:
-                raise from_rpc_error(error, location) from None
-            finally:
-                threads.call(channel.close)  # also ends a call that an interrupt left
-
-    def _find_coordinator(self, timeout_s: float) -> str:
-        with Connection(self.endpoint, self._credentials) as connection:
-            return connection.coordinator(timeout_s).control_location
+        return read_rows(
+            self._access, name, lambda rows: np.arange(min(num_rows, rows), dtype=np.int64)
+        )
 
 
 def _checked_spec(spec: object, problems: list[str]) -> DatasetSpec:
@@ -682,9 +530,3 @@ def _checked_spec(spec: object, problems: list[str]) -> DatasetSpec:
     if problems or found is None:
         raise ConfigError("; ".join(problems))
     return found
-
-
-def _checked_name(name: object) -> str:
-    if not is_text(name) or not name:
-        raise ConfigError(f"name must be the name of a dataset, got {name!r}")
-    return name

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeVar
 
 import pyarrow as pa
 
 from cache_protocol.storage.layout import schema_from_bytes
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.wire.load_progress import state_name
+
+_R = TypeVar("_R")
 
 
 @dataclass(frozen=True)
@@ -118,3 +121,126 @@ def dataset_info(info: pb.DatasetInfo) -> DatasetInfo:
         info.progress.shards_reused,
         info.progress.files_read,
     )
+
+
+@dataclass(frozen=True)
+class RankInfo:
+    """One rank of a job, as it last reported.
+
+    Attributes:
+        wait_share: of its time, it waits for data.
+        step_s, transform_s, fetch_s: of a step.
+        age_s: of its last report.
+        wait_history: shares, the oldest first.
+    """
+
+    rank: int
+    live: bool
+    epoch: int
+    step: int
+    rows_per_s: float
+    wait_share: float
+    step_s: float
+    transform_s: float
+    fetch_s: float
+    age_s: float
+    wait_history: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class NodeShare:
+    """What one node does for a job.
+
+    Attributes:
+        rows_share: of the rows that nodes sent to the job.
+        wait_share: of its waits for nodes.
+    """
+
+    node_id: str
+    rows_share: float
+    wait_share: float
+
+
+@dataclass(frozen=True)
+class JobSample:
+    """A job at one time of the last hour.
+
+    Attributes:
+        wait_share: the mean over its ranks.
+        most_wait_share: of the rank that waits most.
+    """
+
+    age_s: float
+    rows_per_s: float
+    wait_share: float
+    most_wait_share: float
+
+
+@dataclass(frozen=True)
+class AuditEntry:
+    """The record of one reader, as JSON, and how long ago it began and was last reported."""
+
+    run: str
+    record: str
+    begun_s: float
+    last_s: float
+
+
+@dataclass(frozen=True)
+class JobInfo:
+    """A job that reads from a cache, as its readers report.
+
+    Attributes:
+        step: of the rank that is behind.
+        wait_share: of its time, the rank that waits most waits for data.
+        local_share: of its rows, from files of the reader's machine.
+        verdict: what the job waits for.
+        verdict_s: for how long the same verdict has held.
+        ranks: those that wait most, by rank; ``num_ranks`` report.
+        history: of the last hour, the oldest first.
+        audits: if asked for.
+        namespace: of the readers.
+    """
+
+    name: str
+    dataset: str
+    fingerprint: str
+    live: bool
+    world_size: int
+    epoch: int
+    step: int
+    num_steps: int
+    rows_per_s: float
+    wait_share: float
+    local_share: float
+    verdict: str
+    verdict_s: float
+    ranks: tuple[RankInfo, ...]
+    nodes: tuple[NodeShare, ...]
+    history: tuple[JobSample, ...]
+    audits: tuple[AuditEntry, ...]
+    namespace: str
+    num_ranks: int
+
+
+_PARTS = {"ranks": RankInfo, "nodes": NodeShare, "history": JobSample, "audits": AuditEntry}
+
+
+def job_info(info: pb.JobInfo) -> JobInfo:
+    """The record of a message."""
+    parts: dict[str, tuple[object, ...]] = {
+        name: tuple(_record(part, message) for message in getattr(info, name))
+        for name, part in _PARTS.items()
+    }
+    return _record(JobInfo, info, **parts)
+
+
+def _record(kind: type[_R], message: Any, **parts: Any) -> _R:
+    """The fields of a message as a record that has the same ones."""
+    names = [each.name for each in fields(kind)]  # type: ignore[arg-type]
+    values = {name: getattr(message, name) for name in names if name not in parts}
+    return kind(**{name: _plain(value) for name, value in values.items()}, **parts)
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, str | bool | int | float) else tuple(value)

@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 
 import grpc
 
-from cache_client.control.calls import Calls, remaining_time_s
+from cache_client.control.coordinator import Calls, remaining_time_s
 from cache_protocol.cli.load_bar import progress_bar
 from cache_protocol.errors import (
     NotReadyError,

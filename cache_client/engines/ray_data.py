@@ -7,7 +7,6 @@ the driver has is committed.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator
 from functools import partial
 from inspect import signature
@@ -17,6 +16,7 @@ import pyarrow as pa
 
 from cache_client.control.client import CacheClient
 from cache_client.engines.tasks import PARTITION_BYTES, RowParts, chosen, put_again
+from cache_client.job.connection import Connection
 from cache_client.writing.writes import PartitionAck, Write
 from cache_protocol.errors import ConfigError, RequestError, missing_package
 
@@ -40,10 +40,9 @@ class CacheDatasink(Datasink[PartitionAck | None]):
     Args:
         name: of the dataset; the rows replace those of an existing one, or follow them with
             ``append=True``.
-        endpoint: as for `CacheClient`; found on the driver.
+        cache: as for `CacheClient`; found on the driver. Files must have the same path everywhere.
         schema: of the rows; default: that of the first blocks that have columns. Give one if
             columns of later blocks have other types, or if all blocks may be empty.
-        token, token_file, tls_ca: as for `CacheClient`. Files must have the same path everywhere.
         options: of `CacheClient.begin_write`, such as ``append`` and ``replicas``.
 
     Raises:
@@ -53,15 +52,12 @@ class CacheDatasink(Datasink[PartitionAck | None]):
     def __init__(
         self,
         name: str,
-        endpoint: str | None = None,
+        cache: Connection | str | None = None,
         *,
         schema: pa.Schema | None = None,
-        token: str | None = None,
-        token_file: str | os.PathLike[str] | None = None,
-        tls_ca: str | os.PathLike[str] | None = None,
         **options: Any,
     ) -> None:
-        self._client = CacheClient(endpoint, token=token, token_file=token_file, tls_ca=tls_ca)
+        self._client = CacheClient(cache)
         signature(self._client.begin_write).bind(name, schema, **options)
         self._name = name
         self._schema = schema
@@ -123,9 +119,8 @@ class CacheDatasource(Datasource):
 
     Args:
         name: of the dataset.
-        endpoint: as for `CacheClient`; found on the driver.
+        cache: as for `CacheClient`; found on the driver. Files must have the same path everywhere.
         columns: to read; default: all.
-        token, token_file, tls_ca: as for `CacheClient`. Files must have the same path everywhere.
 
     Raises:
         ConfigError: an argument is wrong. NotReadyError: the dataset is still loading.
@@ -135,15 +130,12 @@ class CacheDatasource(Datasource):
     def __init__(
         self,
         name: str,
-        endpoint: str | None = None,
+        cache: Connection | str | None = None,
         *,
         columns: Iterable[str] | None = None,
-        token: str | None = None,
-        token_file: str | os.PathLike[str] | None = None,
-        tls_ca: str | os.PathLike[str] | None = None,
     ) -> None:
         super().__init__()
-        client = CacheClient(endpoint, token=token, token_file=token_file, tls_ca=tls_ca)
+        client = CacheClient(cache)
         self._parts = RowParts.of(client, name, None if columns is None else list(columns))
         self._projection_map: dict[str, str] | None = None
 

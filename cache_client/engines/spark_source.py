@@ -15,6 +15,7 @@ import pyarrow as pa
 
 from cache_client.control.client import CacheClient
 from cache_client.engines.tasks import RowParts, chosen, put_batches
+from cache_client.job.connection import Connection
 from cache_client.writing.arrow_sources import plain_batch
 from cache_client.writing.writes import PartitionAck, Write
 from cache_protocol.errors import ConfigError, RequestError, checked, missing_package
@@ -218,10 +219,12 @@ def _settings(
     client = checked(
         problems,
         lambda: CacheClient(
-            given.get("endpoint"),
-            token=given.get("token"),
-            token_file=given.get("token_file"),
-            tls_ca=given.get("tls_ca"),
+            Connection(
+                given.get("endpoint"),
+                token=given.get("token"),
+                token_file=given.get("token_file"),
+                tls_ca=given.get("tls_ca"),
+            )
         ),
     )
     if problems or client is None:

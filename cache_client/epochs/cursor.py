@@ -29,7 +29,7 @@ from cache_client.epochs.loader_iterators import (
 from cache_protocol.errors import ConfigError
 
 # Cells of 64 bits. Those of the training process, and of whichever pass begins:
-_EPOCH, _OFFSET, _STEPS, _GENERATION, _TOLD = range(5)
+_EPOCH, _OFFSET, _STEPS, _GENERATION, _ANNOUNCED = range(5)
 _CLAIM, _CLAIM_LOADER, _CLAIM_IS_LOOK, _READ_BY_WORKERS = range(5, 9)
 _ENDED, _ENDED_EPOCH, _WARNED = range(9, 12)
 _HEADER: Final = 16
@@ -205,7 +205,7 @@ class Cursor:
 
     def tell(self) -> None:
         """Notes that the program said which epoch or state is next, changed or not."""
-        self._cells[_TOLD] += 1
+        self._cells[_ANNOUNCED] += 1
 
     def set(self, epoch: int, offset: int, *, num_steps: int, any_offset: bool = False) -> None:
         """The next pass begins at row ``offset`` of ``epoch``.
@@ -252,8 +252,8 @@ class Cursor:
         for slot in self._decided(generation):
             begun = Start(int(slot[_AT_EPOCH]), int(slot[_AT_OFFSET]))
             loader = self._loaders.get(int(slot[_LOADER]))
-            as_told = begun.epoch == new.epoch and new.offset in (-2, begun.offset)
-            if loader is not None and loader.waits and not as_told:
+            agrees = begun.epoch == new.epoch and new.offset in (-2, begun.offset)
+            if loader is not None and loader.waits and not agrees:
                 where = "" if begun.offset <= 0 else f" at row {begun.offset}"
                 raise ConfigError(
                     f"too late: DataLoader workers have begun a pass over epoch {begun.epoch}"
@@ -297,7 +297,7 @@ class Cursor:
         Args:
             worker: its number.
             seed: torch's base seed of the pass; it names the pass where the iterator is unknown.
-            own: where this worker itself was told to begin, by a state of a worker.
+            own: where this worker itself must begin, by a state of a worker.
             deadline_s: how long to wait for worker 0 of the pass.
 
         Raises:
@@ -331,8 +331,8 @@ class Cursor:
             claim, loader = int(cells[_CLAIM]), int(cells[_CLAIM_LOADER])
             used = claim != _NO_PASS and (loader == slot.loader or not cells[_CLAIM_IS_LOOK])
             begun_at, start = start.offset, Start(start.epoch, 0) if used else start
-            told = start if own is None else Start(own.epoch, OWN_START)
-            slot.write(told, generation)
+            first = start if own is None else Start(own.epoch, OWN_START)
+            slot.write(first, generation)
             if generation == int(cells[_GENERATION]):
                 break
             slot.give_up()
@@ -340,7 +340,7 @@ class Cursor:
             cells[_CLAIM], cells[_CLAIM_LOADER] = slot.name, slot.loader
             cells[_CLAIM_IS_LOOK] = 0
         slot.close()
-        read_to_its_end = cells[_ENDED] == cells[_TOLD] + 1
+        read_to_its_end = cells[_ENDED] == cells[_ANNOUNCED] + 1
         if own is None and claim == slot.name - 1 and not read_to_its_end:
             self.given_up_at = begun_at
         return own or start
@@ -380,18 +380,18 @@ class Cursor:
     # -- habits that lose rows ---------------------------------------------------------------------
 
     @property
-    def told(self) -> int:
+    def announced(self) -> int:
         """How often the program said which epoch or state is next."""
-        return int(self._cells[_TOLD])
+        return int(self._cells[_ANNOUNCED])
 
-    def end(self, epoch: int, told: int) -> None:
-        """Notes that a pass over ``epoch``, begun when `told` was this, came to its end."""
-        self._array[_ENDED], self._array[_ENDED_EPOCH] = told + 1, epoch
+    def end(self, epoch: int, announced: int) -> None:
+        """Notes that a pass over ``epoch``, begun when `announced` was this, came to its end."""
+        self._array[_ENDED], self._array[_ENDED_EPOCH] = announced + 1, epoch
 
     def repeats(self, epoch: int) -> bool:
-        """Whether a pass over ``epoch`` came to its end and nothing was told since; True once."""
+        """Whether a pass over ``epoch`` came to its end, and no other is announced; True once."""
         cells = self._cells
-        ended = cells[_ENDED] == cells[_TOLD] + 1 and cells[_ENDED_EPOCH] == epoch
+        ended = cells[_ENDED] == cells[_ANNOUNCED] + 1 and cells[_ENDED_EPOCH] == epoch
         if not ended or cells[_WARNED]:
             return False
         cells[_WARNED] = 1

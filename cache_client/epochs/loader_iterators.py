@@ -5,8 +5,9 @@ the training loop has taken. Both are found here: a worker starts inside a metho
 so the call stack names the iterator, and the iterator counts. The call stack also tells of programs
 that would divide or collate the batches of a dataset once more, and so lose rows without an error.
 
-This is the only module that reads private names of torch, accelerate and Lightning, but for one in
-`cache_client.epochs.cursor`. It knows the class names of other libraries and imports none.
+It reads private names of torch, as do `cache_client.epochs.cursor` (a shared storage) and
+`cache_client.job.parallel_groups` (the process groups). It knows the class names of other libraries
+and imports none.
 """
 
 from __future__ import annotations
@@ -72,16 +73,16 @@ class LoaderIterator:
 
 def iterator_in_stack() -> _BaseDataLoaderIter | None:
     """The DataLoader iterator in whose method this is called, from however deep."""
-    for this in _selves_in_stack("torch.utils.data.dataloader", "torchdata.stateful_dataloader"):
-        if isinstance(this, _BaseDataLoaderIter):
-            return this
+    for caller in _selves_in_stack("torch.utils.data.dataloader", "torchdata.stateful_dataloader"):
+        if isinstance(caller, _BaseDataLoaderIter):
+            return caller
     return None
 
 
 def batches_skipped_by_accelerate() -> int:
     """How many batches a loader of accelerate in the call stack drops, 0 where there is none."""
     loaders = _selves_in_stack("accelerate.data_loader")
-    return max((getattr(this, "skip_batches", 0) for this in loaders), default=0)
+    return max((getattr(each, "skip_batches", 0) for each in loaders), default=0)
 
 
 def batches_taken_ahead() -> int:
@@ -118,9 +119,9 @@ def _selves_in_stack(*modules: str) -> Iterator[Any]:
     while frame is not None:
         module = str(frame.f_globals.get("__name__"))
         if any(module == each or module.startswith(f"{each}.") for each in modules):
-            this = frame.f_locals.get("self")
-            if this is not None:
-                yield this
+            owner = frame.f_locals.get("self")
+            if owner is not None:
+                yield owner
         frame = frame.f_back
 
 

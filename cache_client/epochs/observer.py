@@ -59,7 +59,7 @@ class Watched:
         computed_ns: the loop worked between batches.
     """
 
-    this: Pass
+    pass_: Pass
     number: int
     digests: Callable[[range], Words | None]
     trail: Trail | None
@@ -76,10 +76,10 @@ class Watched:
 class SharedDigests:
     """Hands the digests of a worker's steps to the training process, step by step."""
 
-    def __init__(self, shared: SharedCounts, this: Pass) -> None:
+    def __init__(self, shared: SharedCounts, pass_: Pass) -> None:
         self._shared = shared
-        self._tag = ring_tag(this)
-        self._steps = iter(this.steps)
+        self._tag = ring_tag(pass_)
+        self._steps = iter(pass_.steps)
         self._made: Iterator[list[int]] = iter(())
 
     def begin(self, sets: Words, orders: Words) -> None:
@@ -128,15 +128,15 @@ class Observer:
     # -- one pass ------------------------------------------------------------------------------
 
     def watch(
-        self, this: Pass, batches: Iterator[_T], *, keep_lease: Callable[[], None] = lambda: None
+        self, pass_: Pass, batches: Iterator[_T], *, keep_lease: Callable[[], None] = lambda: None
     ) -> Generator[_T, None, None]:
         """The batches unchanged; measures the waits for them, and reports from time to time.
 
         Args:
-            this: counts the batches that it hands out.
+            pass_: counts the batches that it hands out.
             keep_lease: called a few times a second while batches are taken.
         """
-        watched = self._begin(this)
+        watched = self._begin(pass_)
         clock = time.perf_counter_ns
         watched.begun_ns = watched.seen_ns = clock()
         self._begun_ns = self._begun_ns or watched.begun_ns
@@ -155,48 +155,48 @@ class Observer:
         finally:
             self._end(watched)
 
-    def _begin(self, this: Pass) -> Watched:
+    def _begin(self, pass_: Pass) -> Watched:
         self._num_passes += 1
-        if this.of_loader:
+        if pass_.of_loader:
             self._shared.by_loader = True
-            tag = ring_tag(this)
+            tag = ring_tag(pass_)
             watched = Watched(
-                this, self._num_passes, lambda steps: self._shared.digests(tag, steps), Trail()
+                pass_, self._num_passes, lambda steps: self._shared.digests(tag, steps), Trail()
             )
         else:
             watched = Watched(
-                this, self._num_passes, this.digests.take, None if this.in_worker else Trail()
+                pass_, self._num_passes, pass_.digests.take, None if pass_.in_worker else Trail()
             )
         self._watched.append(watched)
         return watched
 
     def _tick(self, watched: Watched) -> None:
-        self._push(watched.this)
-        if self._reporter is not None and self._reporter.is_due and self._reports(watched.this):
-            self._reporter.send(self.stats(), self.record(watched.this), watched.this)
+        self._push(watched.pass_)
+        if self._reporter is not None and self._reporter.is_due and self._reports(watched.pass_):
+            self._reporter.send(self.stats(), self.record(watched.pass_), watched.pass_)
 
     def _end(self, watched: Watched) -> None:
         if os.getpid() != self._process or sys.is_finalizing():
             return  # a copy of the iterator, in a fork; or no thread would send a report any more
-        self._push(watched.this)
-        record = self.record(watched.this)
-        if self._reporter is not None and self._reports(watched.this):
-            self._reporter.send_last(self.stats(), record, watched.this)
-        self._closed_rows += _rows_of(watched.this, self._reader.rank)
-        self._batches += watched.this.handed_out
+        self._push(watched.pass_)
+        record = self.record(watched.pass_)
+        if self._reporter is not None and self._reports(watched.pass_):
+            self._reporter.send_last(self.stats(), record, watched.pass_)
+        self._closed_rows += _rows_of(watched.pass_, self._reader.rank)
+        self._batches += watched.pass_.handed_out
         self._waited_ns += watched.waited_ns
         self._computed_ns += watched.computed_ns
         self._watched.remove(watched)
 
-    def _reports(self, this: Pass) -> bool:
+    def _reports(self, pass_: Pass) -> bool:
         """Whether this process reports a pass: one process of a rank does."""
-        return not this.in_worker or (this.worker == 0 and not self._shared.by_loader)
+        return not pass_.in_worker or (pass_.worker == 0 and not self._shared.by_loader)
 
-    def _push(self, this: Pass) -> None:
+    def _push(self, pass_: Pass) -> None:
         """Adds the counts of a worker to those that all processes see."""
-        if this.in_worker:
+        if pass_.in_worker:
             now = self.counts.snapshot()
-            self._shared.add(this.worker, now - self._pushed)
+            self._shared.add(pass_.worker, now - self._pushed)
             self._pushed = now
 
     def report_soon(self) -> None:
@@ -231,25 +231,25 @@ class Observer:
 
     # -- what was seen -------------------------------------------------------------------------
 
-    def record(self, this: Pass) -> AuditRecord | None:
+    def record(self, pass_: Pass) -> AuditRecord | None:
         """What the loop was given in a pass; None where digests were lost, or this is a worker."""
         with self._lock:
-            watched = next((each for each in self._watched if each.this is this), None)
+            watched = next((each for each in self._watched if each.pass_ is pass_), None)
             if watched is None:
-                return this.record
+                return pass_.record
             trail = watched.trail
             if trail is None:
                 return None
-            steps = range(trail.steps, this.handed_out)
+            steps = range(trail.steps, pass_.handed_out)
             if steps:
                 found = watched.digests(steps)
                 if found is None:
                     watched.trail = None
                     return None
-                rows = _rows_of(this, self._reader.rank) - trail.rows
+                rows = _rows_of(pass_, self._reader.rank) - trail.rows
                 trail.add(found[:, 0], found[:, 1], rows)
-            this.record = self._reader.record(watched.number, this, trail)
-            return this.record
+            pass_.record = self._reader.record(watched.number, pass_, trail)
+            return pass_.record
 
     def stats(self) -> ReadStats:
         """All numbers so far, with those of DataLoader workers."""
@@ -265,7 +265,7 @@ class Observer:
             if row.any()
         }
         now = list(self._watched)
-        rows = self._closed_rows + sum(_rows_of(each.this, self._reader.rank) for each in now)
+        rows = self._closed_rows + sum(_rows_of(each.pass_, self._reader.rank) for each in now)
         waited_ns = self._waited_ns + sum(each.waited_ns for each in now)
         computed_ns = self._computed_ns + sum(each.computed_ns for each in now)
         begun_ns = self._begun_ns or time.perf_counter_ns()
@@ -274,7 +274,7 @@ class Observer:
             elapsed_s=(time.perf_counter_ns() - begun_ns) / 1e9,
             waited_s=waited_ns / 1e9,
             computed_s=computed_ns / 1e9,
-            batches=self._batches + sum(each.this.handed_out for each in now),
+            batches=self._batches + sum(each.pass_.handed_out for each in now),
             rows=int(cells[LOCAL_ROWS] + node_cells(cells)[:, NODE_ROWS].sum())
             if made_elsewhere
             else rows,
@@ -290,16 +290,16 @@ class Observer:
         )
 
 
-def ring_tag(this: Pass) -> int:
+def ring_tag(pass_: Pass) -> int:
     """Names a pass among the digests that workers share: equal where the steps are equal."""
     return hash(
-        (this.epoch, this.plan.rows_consumed, this.plan.rows_per_step, this.order.skipped)
+        (pass_.epoch, pass_.plan.rows_consumed, pass_.plan.rows_per_step, pass_.order.skipped)
     ) & (2**61 - 1)
 
 
-def _rows_of(this: Pass, rank: int) -> int:
+def _rows_of(pass_: Pass, rank: int) -> int:
     """Rows of the steps that a pass has handed out."""
-    steps, plan = this.handed_out, this.plan
-    if this.in_worker or not steps:
+    steps, plan = pass_.handed_out, pass_.plan
+    if pass_.in_worker or not steps:
         return 0
     return (steps - 1) * plan.batch_size + len(plan.window(range(steps - 1, steps), rank)[0])

@@ -96,23 +96,23 @@ class Passes:
         self._fresh: Pass | None = None  # the latest begun since the main one was last read
         self._gives_way = False
 
-    def begin(self, this: Pass) -> None:
+    def begin(self, pass_: Pass) -> None:
         """Adds a pass whose iterator was made."""
         if self._main is None or self._gives_way or not self._main.open:
-            self._take_over(this)
+            self._take_over(pass_)
         else:
-            self._fresh = this
+            self._fresh = pass_
 
-    def hand_out(self, this: Pass) -> None:
+    def hand_out(self, pass_: Pass) -> None:
         """Counts a batch of a pass, before its iterator hands it out."""
         main = self._main
-        this.handed_out += 1
-        if main is this:
+        pass_.handed_out += 1
+        if main is pass_:
             self._fresh, self._gives_way = None, False
         elif main is None or self._gives_way or not main.open:
-            self._take_over(this)
-        elif this.handed_out > main.handed_out:
-            self._take_over(this, overtaken=main)
+            self._take_over(pass_)
+        elif pass_.handed_out > main.handed_out:
+            self._take_over(pass_, overtaken=main)
 
     def current(self) -> Pass | None:
         """The pass that a state tells of; None where none has begun since `forget`.
@@ -136,7 +136,7 @@ class Passes:
         return self._main
 
     def give_way(self) -> None:
-        """Lets the next pass take over; until then the state tells what it told."""
+        """Lets the next pass take over; until then the state stays as it was."""
         if self._main is not None and self._main.ended:
             self.forget()
         self._gives_way = True
@@ -145,9 +145,13 @@ class Passes:
         """Begins anew: another epoch or a state was set."""
         self._main = self._overtaken = self._fresh = None
 
-    def _take_over(self, this: Pass, overtaken: Pass | None = None) -> None:
-        self._main, self._overtaken = this, overtaken
+    def _take_over(self, pass_: Pass, overtaken: Pass | None = None) -> None:
+        self._main, self._overtaken = pass_, overtaken
         self._fresh, self._gives_way = None, False
+
+
+def _with(view: str) -> str:
+    return f" and {view}" if view else ""
 
 
 def checked_state(
@@ -177,8 +181,9 @@ def checked_state(
         raise ConfigError(f"bad state: {error}") from None
     if (state.dataset, state.fingerprint) != (expected.dataset, expected.fingerprint):
         raise StaleVersionError(
-            f"the state is of dataset {state.dataset!r} with fingerprint {state.fingerprint}, "
-            f"this is {expected.dataset!r} with fingerprint {expected.fingerprint}"
+            f"the state is of dataset {state.dataset!r} with fingerprint {state.fingerprint}"
+            f"{_with(state.view)}, this is {expected.dataset!r} with fingerprint "
+            f"{expected.fingerprint}{_with(expected.view)}"
         )
     for name in ("seed", "shuffle", "shuffle_block_size"):
         if getattr(state, name) != getattr(expected, name):
@@ -201,7 +206,7 @@ def checked_state(
     return state
 
 
-def check_pass(this: Pass, cursor: Cursor, dataset: str, *, shuffle: bool) -> None:
+def check_pass(pass_: Pass, cursor: Cursor, dataset: str, *, shuffle: bool) -> None:
     """Refuses a pass that reads other rows than the program means; warns of repeated ones.
 
     Called before the first batch, in the training process or in each worker. Only worker 0 warns.
@@ -210,33 +215,33 @@ def check_pass(this: Pass, cursor: Cursor, dataset: str, *, shuffle: bool) -> No
         ConfigError: accelerate drops batches of an epoch that was not set, or Lightning begins
             another epoch.
     """
-    skipped, consumed = cursor.skipped_batches(), this.plan.rows_consumed
-    if skipped and (not cursor.told or consumed):
+    skipped, consumed = cursor.skipped_batches(), pass_.plan.rows_consumed
+    if skipped and (not cursor.announced or consumed):
         raise ConfigError(
             f"accelerate drops the first {skipped} batches of this pass, which begins at row "
-            f"{consumed} of epoch {this.epoch}: in transformers' Trainer set ignore_data_skip=True "
-            "and load the dataset's own state; or load no state, and call set_epoch before each "
-            "pass (in a TrainerCallback: on_epoch_begin)"
+            f"{consumed} of epoch {pass_.epoch}: in transformers' Trainer set "
+            "ignore_data_skip=True and load the dataset's own state; or load no state, and call "
+            "set_epoch before each pass (in a TrainerCallback: on_epoch_begin)"
         )
     begun = cursor.lightning_epoch() if consumed else None
-    if begun not in (None, this.epoch):
+    if begun not in (None, pass_.epoch):
         raise ConfigError(
-            f"Lightning begins epoch {begun}, and this pass reads the rest of epoch {this.epoch} "
+            f"Lightning begins epoch {begun}, and this pass reads the rest of epoch {pass_.epoch} "
             f"from row {consumed}: use dataset.loader(), whose set_epoch Lightning calls, or "
             "give it a loader whose attribute sampler is this dataset"
         )
-    if this.worker:
+    if pass_.worker:
         return
     if cursor.given_up_at:
         warnings.warn(
-            f"a pass that resumed epoch {this.epoch} at row {cursor.given_up_at} was not read to "
+            f"a pass that resumed epoch {pass_.epoch} at row {cursor.given_up_at} was not read to "
             "its end, and this one begins at row 0: load the state again after a look at a batch, "
             "or call set_epoch before each pass",
             stacklevel=3,
         )
-    if shuffle and cursor.repeats(this.epoch):
+    if shuffle and cursor.repeats(pass_.epoch):
         warnings.warn(
-            f"epoch {this.epoch} of {dataset!r} is read again in the same order: call "
+            f"epoch {pass_.epoch} of {dataset!r} is read again in the same order: call "
             "set_epoch(epoch) before each pass",
             stacklevel=3,
         )

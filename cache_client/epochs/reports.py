@@ -16,7 +16,7 @@ from typing import Final
 
 from cache_client.epochs.passes import Pass
 from cache_client.epochs.stats import ReadStats
-from cache_client.flight.connections import Connection
+from cache_client.flight.connections import NodeConnection
 from cache_client.flight.shared_handle import ConnectionClosedError
 from cache_client.order.audit import AuditRecord
 from cache_client.order.digests import Trail
@@ -48,6 +48,7 @@ class ReaderIdentity:
     Attributes:
         run: random name of one dataset object in one process.
         job: its name.
+        view: what it reads other than each row once, for people.
     """
 
     run: str
@@ -56,27 +57,29 @@ class ReaderIdentity:
     fingerprint: str
     rank: int
     world_size: int
+    view: str = ""
 
-    def record(self, number: int, this: Pass, trail: Trail) -> AuditRecord:
+    def record(self, number: int, pass_: Pass, trail: Trail) -> AuditRecord:
         """The audit record of a pass."""
         return AuditRecord(
             run=self.run,
             number=number,
             dataset=self.dataset,
             fingerprint=self.fingerprint,
-            num_rows=this.order.num_rows,
-            seed=this.order.seed,
-            shuffle=this.order.shuffle,
-            shuffle_block_size=this.order.shuffle_block_size,
-            epoch=this.epoch,
-            rows_consumed=this.plan.rows_consumed,
+            num_rows=pass_.order.num_rows,
+            seed=pass_.order.seed,
+            shuffle=pass_.order.shuffle,
+            shuffle_block_size=pass_.order.shuffle_block_size,
+            epoch=pass_.epoch,
+            rows_consumed=pass_.plan.rows_consumed,
             rank=self.rank,
             world_size=self.world_size,
-            batch_size=this.plan.batch_size,
-            drop_last=this.plan.drop_last,
-            pad=this.plan.pad,
-            skipped=this.order.skipped,
-            groups=this.order.groups,
+            batch_size=pass_.plan.batch_size,
+            drop_last=pass_.plan.drop_last,
+            pad=pass_.plan.pad,
+            skipped=pass_.order.skipped,
+            groups=pass_.order.groups,
+            view=self.view,
             steps=trail.steps,
             rows=trail.rows,
             set_digest=trail.set_digest,
@@ -117,7 +120,7 @@ class Reporter:
         self._due_at = now + (_FIRST_S if is_named else self._interval_s)
         self._refused = False
         self._pass_ends = False
-        self._connection: Connection | None = None  # open during a pass
+        self._connection: NodeConnection | None = None  # open during a pass
         self._warned = False
         self._lock = threading.Lock()
         self._waiting: dict[Pass, pb.ReaderReport] = {}
@@ -132,14 +135,14 @@ class Reporter:
         """Makes the next report due: a state was saved, so this is what a restart begins with."""
         self._due_at = min(self._due_at, self._sent_at + _FIRST_S)
 
-    def send(self, sums: ReadStats, record: AuditRecord | None, this: Pass) -> None:
+    def send(self, sums: ReadStats, record: AuditRecord | None, pass_: Pass) -> None:
         """Sends a report in the background; replaces one of the same pass that waits."""
         now = time.monotonic()
         self._last_gap_s = max(self._last_gap_s / 2, now - self._sent_at)
         self._sent_at, self._due_at = now, now + self._interval_s
-        report = self._report(sums, record, this)
+        report = self._report(sums, record, pass_)
         with self._lock:
-            self._waiting[this] = report
+            self._waiting[pass_] = report
             if self._thread is None:
                 thread = threading.Thread(target=self._send_all, name="cache-report")
                 try:
@@ -149,12 +152,12 @@ class Reporter:
                     return
                 self._thread = thread
 
-    def send_last(self, sums: ReadStats, record: AuditRecord | None, this: Pass) -> None:
+    def send_last(self, sums: ReadStats, record: AuditRecord | None, pass_: Pass) -> None:
         """Sends what is known at the end of a pass, unless the run is short and has no name."""
         is_long = time.monotonic() - self._begun_at >= self._interval_s
         if (self._is_named or is_long) and not self._refused:
             self._pass_ends = True
-            self.send(sums, record, this)
+            self.send(sums, record, pass_)
 
     def _send_all(self) -> None:
         while True:
@@ -174,7 +177,7 @@ class Reporter:
         for _ in range(_ATTEMPTS):
             try:
                 if self._connection is None or self._connection.is_closed:
-                    self._connection = Connection(self._locations[0], self._credentials)
+                    self._connection = NodeConnection(self._locations[0], self._credentials)
                 self._connection.report(report, CALL_TIMEOUT_S)
                 return
             except ConnectionClosedError as failed:  # by a fork of this process
@@ -197,7 +200,7 @@ class Reporter:
             level = logging.WARNING if self._refused else logging.INFO
             logger.log(level, "report not sent job=%s reason=%s", report.job, error)
 
-    def _report(self, sums: ReadStats, record: AuditRecord | None, this: Pass) -> pb.ReaderReport:
+    def _report(self, sums: ReadStats, record: AuditRecord | None, pass_: Pass) -> pb.ReaderReport:
         reader = self._reader
         nodes = sorted(sums.nodes.items(), key=lambda item: -item[1].rows)[:_MAX_NODES]
         return pb.ReaderReport(
@@ -207,9 +210,9 @@ class Reporter:
             rank=reader.rank,
             world_size=reader.world_size,
             run=reader.run,
-            epoch=this.epoch,
-            step=this.handed_out,
-            num_steps=0 if this.plan.num_rows == UNKNOWN_ROWS else this.plan.num_steps,
+            epoch=pass_.epoch,
+            step=pass_.handed_out,
+            num_steps=0 if pass_.plan.num_rows == UNKNOWN_ROWS else pass_.plan.num_steps,
             elapsed_s=sums.elapsed_s,
             waited_s=sums.waited_s,
             computed_s=sums.computed_s,

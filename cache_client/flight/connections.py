@@ -23,7 +23,7 @@ from cache_client.flight.forks import fork_gate
 from cache_client.flight.routing import NodeRef, ShardFile, ShardMap
 from cache_client.flight.shared_handle import SharedHandle, flight_call
 from cache_client.flight.streams import GatherStream, PutStream, RowStream
-from cache_client.order.load_log import LoadLog, LoggedGroup
+from cache_client.order.load_log import GroupLog, LoggedGroup
 from cache_protocol.errors import (
     ConfigError,
     RequestError,
@@ -57,7 +57,7 @@ _NUMBERS_SCHEMA = pa.schema([pa.field("row", pa.uint32())])
 _LARGEST_FREED_BYTES = 31 * 1024 * 1024
 
 
-class Connection:
+class NodeConnection:
     """A Flight client of one node. Thread-safe.
 
     Args:
@@ -91,7 +91,7 @@ class Connection:
                 ) from None
             fork_gate.add(self, last=True)
 
-    def __enter__(self) -> Connection:
+    def __enter__(self) -> NodeConnection:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -106,7 +106,7 @@ class Connection:
         """Closes the client when its running calls have ended; waits for none of them."""
         self._client.close()
 
-    def read_plan(
+    def read_shard_map(
         self,
         dataset: str,
         fingerprint: str,
@@ -147,7 +147,7 @@ class Connection:
         return shards
 
     def renew_lease(self, dataset: str, fingerprint: str, timeout_s: float) -> None:
-        """Tells the cache that this version is in use; `read_plan` and reads of rows do, too.
+        """Tells the cache that this version is in use; `read_shard_map` and reads of rows do, too.
 
         Raises:
             StaleVersionError, DatasetNotFoundError: the version is gone.
@@ -412,9 +412,9 @@ def _shard_map(info: flight.FlightInfo, asked_at: float) -> ShardMap:
     )
 
 
-def _load_log(log: pb.LoadLog) -> LoadLog:
+def _load_log(log: pb.LoadLog) -> GroupLog:
     groups = tuple(LoggedGroup(tuple(each.shards), tuple(each.num_rows)) for each in log.groups)
-    return LoadLog(log.id, groups, log.closed, log.num_rows if log.HasField("num_rows") else None)
+    return GroupLog(log.id, groups, log.closed, log.num_rows if log.HasField("num_rows") else None)
 
 
 def _path(uri: str) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from cache_client.order.load_log import LoadLog
+from cache_client.order.load_log import GroupLog
 from cache_protocol.storage.layout import Layout
 from cache_protocol.storage.row_index import ROWS_OF_A_SHARD, Ids, Indices, RowIndex, group_rows
 
@@ -76,7 +76,7 @@ class ShardMap:
     lease_s: float = math.inf
     num_bytes: int = 0
     leased_at: float = field(default=0.0, repr=False, compare=False)
-    log: LoadLog | None = None
+    log: GroupLog | None = None
     layout: Layout = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -17,20 +17,12 @@ _BATCH_FORMATS: tuple[BatchFormat, ...] = get_args(BatchFormat)
 
 
 def argument_problems(
-    dataset: object,
-    columns: object,
-    stack: object,
-    deadline_s: object,
-    *,
-    batch_format: object,
-    transform: object,
-    local: object,
-    copy: object = True,
+    name: object, columns: object, stack: object, *, batch_format: object, transform: object
 ) -> list[str]:
     """The problems of the arguments that both datasets take; each is quoted."""
     problems: list[str] = []
-    if not is_text(dataset) or not dataset:
-        problems.append(f"dataset must be a name, got {dataset!r}")
+    if not is_text(name) or not name:
+        problems.append(f"name must be the name of a dataset, got {name!r}")
     problems += column_problems(columns)
     if isinstance(stack, Mapping) and all(isinstance(name, str) for name in stack):
         problems += [
@@ -40,15 +32,11 @@ def argument_problems(
         ]
     elif stack is not None:
         problems.append(f"stack must be a dict from name to columns, got {stack!r}")
-    problems += seconds_problems("deadline_s", deadline_s)
     if not isinstance(batch_format, str) or batch_format not in _BATCH_FORMATS:
         problems.append(
             f"batch_format must be one of {', '.join(_BATCH_FORMATS)}, got {batch_format!r}"
         )
-    problems += function_problems("transform", transform)
-    problems += flag_problems("local", local)
-    problems += flag_problems("copy", copy)
-    return problems
+    return problems + function_problems("transform", transform)
 
 
 def column_problems(columns: object) -> list[str]:
@@ -92,6 +80,13 @@ def integer_or_problem(
 ) -> int | None:
     """The argument as an int; adds a problem and returns None if it is out of bounds."""
     return checked(problems, lambda: checked_integer(name, value, minimum, maximum), ValueError)
+
+
+def integer_problem(name: str, value: object, minimum: int, maximum: int) -> list[str]:
+    """The problem of an integer out of bounds, quoted; empty if there is none."""
+    problems: list[str] = []
+    integer_or_problem(problems, name, value, minimum, maximum)
+    return problems
 
 
 def are_names(value: object) -> bool:

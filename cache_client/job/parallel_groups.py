@@ -32,6 +32,15 @@ _MEGATRON = {
 }
 
 
+def data_parallel_rank(ranks: Any) -> Rank:
+    """This process among the data parallel ranks of a mesh or a process group.
+
+    Raises:
+        ConfigError: as `rank_in_mesh` and `rank_in_group`.
+    """
+    return rank_in_mesh(ranks) if hasattr(ranks, "mesh_dim_names") else rank_in_group(ranks)
+
+
 def rank_in_mesh(mesh: Any) -> Rank:
     """This process among the data parallel ranks of a `torch.distributed.DeviceMesh`.
 
@@ -45,18 +54,18 @@ def rank_in_mesh(mesh: Any) -> Rank:
     """
     names, shape = getattr(mesh, "mesh_dim_names", None), getattr(mesh, "shape", None)
     if shape is None or not hasattr(mesh, "get_coordinate"):
-        raise ConfigError(f"device_mesh must be a torch.distributed.DeviceMesh, got {mesh!r}")
+        raise ConfigError(f"data_parallel must be a DeviceMesh or a process group, got {mesh!r}")
     coordinate = mesh.get_coordinate()
     if coordinate is None:
-        raise ConfigError(f"device_mesh must have this process in it, got {mesh!r}")
+        raise ConfigError(f"data_parallel must be a mesh with this process in it, got {mesh!r}")
     if len(shape) == 1:
         return Rank(int(coordinate[0]), int(shape[0]))
     names = names or ("a dimension without a name",)
     unknown = [name for name in names if not _is_known(name)]
     if unknown:
         raise ConfigError(
-            f"device_mesh has {', '.join(map(repr, unknown))}, which may divide the data or the "
-            "model: pass the data parallel part of it, such as device_mesh=mesh['dp']"
+            f"data_parallel has {', '.join(map(repr, unknown))}, which may divide the data or the "
+            "model: pass the data parallel part of it, such as data_parallel=mesh['dp']"
         )
     rank = 0
     data = [index for index, name in enumerate(names) if name.lower() in _DATA]
@@ -76,9 +85,11 @@ def rank_in_group(group: Any) -> Rank:
     try:
         rank, size = dist.get_rank(group), dist.get_world_size(group)
     except (TypeError, ValueError, AttributeError, RuntimeError) as error:
-        raise ConfigError(f"process_group must be a process group: {error}") from None
+        raise ConfigError(
+            f"data_parallel must be a DeviceMesh or a process group: {error}"
+        ) from None
     if rank < 0:
-        raise ConfigError("process_group must be one that this process is in")
+        raise ConfigError("data_parallel must be a process group that this process is in")
     return Rank(rank, size)
 
 
@@ -112,8 +123,8 @@ def warn_of_model_parallelism(dataset: str, world_size: int) -> bool:
     if dimensions:
         warnings.warn(
             f"this job divides the model ({', '.join(dimensions)}), and {dataset!r} gives each of "
-            f"its {world_size} ranks other rows: pass device_mesh= or the data parallel "
-            "process_group=, or rank= and world_size= if that is meant",
+            f"its {world_size} ranks other rows: pass data_parallel=, a mesh or the "
+            "data parallel group, or rank= and world_size= if that is meant",
             stacklevel=5,
         )
     return bool(dimensions)

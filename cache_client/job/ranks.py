@@ -296,7 +296,7 @@ def find_endpoint(endpoint: str | None, environ: Mapping[str, str] | None = None
             raise ConfigError(f"TRAIN_JOB_NAME must be the name of a TrainJob, got {job!r}")
         return TRAIN_JOB_ENDPOINT.format(job=job)
     raise ConfigError(
-        "no endpoint: pass endpoint='grpc://HOST:PORT', set the environment variable "
+        "no endpoint: pass cache='grpc://HOST:PORT', set the environment variable "
         "CACHE_ENDPOINT, or run in a TrainJob whose runtime sets TRAIN_JOB_NAME"
     )
 
@@ -338,18 +338,31 @@ def find_credentials(
     Raises:
         ConfigError: a file cannot be read, or two settings exclude each other.
     """
+    check_credentials(token, token_file, tls_ca)
     found = Credentials.from_env(os.environ if environ is None else environ)
-    for name, value in {"token_file": token_file, "tls_ca": tls_ca}.items():
-        if not isinstance(value, str | os.PathLike | None) or value == "":
-            raise ConfigError(f"{name} must be a path, got {value!r}")
-    if token is not None and (not isinstance(token, str) or not token):
-        raise ConfigError("token must be a string that is not empty")  # never quoted
     given = token is not None or token_file is not None
     local = None if given else find_token(endpoint)
     if given or local is not None:
         file = None if token_file is None else os.fspath(token_file)
         found = replace(found, token=local if local is not None else token, token_file=file)
     return found if tls_ca is None else replace(found, tls_ca=os.fspath(tls_ca))
+
+
+def check_credentials(token: object, token_file: object, tls_ca: object) -> None:
+    """Raises ConfigError where an argument has a wrong type; reads no file."""
+    for name, value in {"token_file": token_file, "tls_ca": tls_ca}.items():
+        if not isinstance(value, str | os.PathLike | None) or value == "":
+            raise ConfigError(f"{name} must be a path, got {value!r}")
+    if token is not None and (not isinstance(token, str) or not token):
+        raise ConfigError("token must be a string that is not empty")  # never quoted
+    if token is not None and token_file is not None:
+        raise ConfigError("token and token_file exclude each other: give one of them")
+
+
+def check_endpoint(name: str, value: object) -> None:
+    """Raises ConfigError where a value is no endpoint; None and "" stand for the default."""
+    if value is not None and value != "":
+        _checked_endpoint(name, value)
 
 
 def _checked_endpoint(name: str, value: object) -> str:

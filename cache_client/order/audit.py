@@ -46,6 +46,7 @@ class AuditRecord:
         set_digest, order_digest: sums over the steps.
         checkpoints: pairs of steps and the ``order_digest`` after them, evenly spread.
         groups: as in `EpochOrder`; those that were known when the record was made.
+        view: what was read other than each row once, for people.
     """
 
     format: int = AUDIT_FORMAT
@@ -66,6 +67,7 @@ class AuditRecord:
     pad: bool
     skipped: tuple[tuple[int, int], ...] = ()
     groups: tuple[int, ...] = ()
+    view: str = ""
     steps: int
     rows: int
     set_digest: int
@@ -106,8 +108,8 @@ class AuditRecord:
         """The record as JSON types."""
         pairs = ("checkpoints", "skipped")
         values = {**asdict(self), **{name: [*map(list, getattr(self, name))] for name in pairs}}
-        groups = values.pop("groups")
-        return {**values, "groups": list(groups)} if groups else values
+        rare = {"groups": list(values.pop("groups")), "view": values.pop("view")}
+        return values | {name: value for name, value in rare.items() if value}
 
     @classmethod
     def from_dict(cls, mapping: Mapping[str, Any]) -> AuditRecord:
@@ -119,11 +121,12 @@ class AuditRecord:
         try:
             if mapping["format"] != AUDIT_FORMAT:
                 raise ValueError(f"format must be {AUDIT_FORMAT}, got {mapping['format']!r}")
-            mapping = {"groups": (), **mapping}
+            mapping = {"groups": (), "view": "", **mapping}
             values = {each.name: mapping[each.name] for each in fields(cls)}
             values["checkpoints"] = tuple((int(a), int(b)) for a, b in values["checkpoints"])
             values["skipped"] = tuple((int(a), int(b)) for a, b in values["skipped"])
             values["groups"] = tuple(map(int, values["groups"]))
+            values["view"] = str(values["view"])
             record = cls(**values)
             record.plan, record.order  # noqa: B018  # checks the numbers
         except (KeyError, TypeError, ValueError) as error:
@@ -158,6 +161,7 @@ class EpochAudit:
             wrong, but records are missing; ``wrong``: ``findings`` name the first wrong step.
         rows: proven, of ``num_rows``.
         findings: sentences for people.
+        view: what was read other than each row once; empty: nothing else.
     """
 
     epoch: int
@@ -165,6 +169,7 @@ class EpochAudit:
     rows: int
     num_rows: int
     findings: tuple[str, ...]
+    view: str = ""
 
 
 def audit(evidence: Sequence[Evidence], *, seed: int | None = None) -> list[EpochAudit]:
@@ -357,7 +362,9 @@ class _Reading:
         if num_rows < record.num_rows:
             self._notes.append(f"skip_steps left out {record.num_rows - num_rows:,} more rows")
         findings = [*self.problems, *self._gaps, *self._notes]
-        return EpochAudit(record.epoch, outcome, self._reached, num_rows, tuple(findings))
+        return EpochAudit(
+            record.epoch, outcome, self._reached, num_rows, tuple(findings), record.view
+        )
 
     def _check_the_set(self, record: AuditRecord) -> None:
         """Compares the sum of all ranks with that of all rows."""

@@ -34,7 +34,7 @@ class LoggedGroup:
 
 
 @dataclass(frozen=True)
-class LoadLog:
+class GroupLog:
     """The log of a load, as far as it is known. Immutable.
 
     Args:

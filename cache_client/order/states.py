@@ -10,6 +10,7 @@ from cache_client.order.permutation import (
     checked_integer,
 )
 
+_OPTIONAL: Final = ("audit", "skipped", "view")
 _LAST_EPOCH: Final = 2**63 - 1  # of a state: readers store it in 64 bits
 
 
@@ -30,6 +31,7 @@ class OrderState:
             `cache_client.order.audit`; no part of the position.
         skipped: triples of epoch, start and stop: runs of positions that `skip_steps` leaves out.
             ``rows_consumed`` does not count them.
+        view: what was read other than each row once, for people; the fingerprint tells it apart.
 
     Raises:
         ValueError: a field has a wrong type or value, or another ``format``; quotes it.
@@ -47,6 +49,7 @@ class OrderState:
     rows_consumed: int
     audit: Mapping[str, Any] | None = field(default=None, compare=False)
     skipped: tuple[tuple[int, int, int], ...] = ()
+    view: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         if set_integer(self, "format") != ALGORITHM_VERSION:
@@ -63,17 +66,13 @@ class OrderState:
         if self.audit is not None and not isinstance(self.audit, Mapping):
             raise ValueError(f"audit must be a dict, got {self.audit!r}")
         object.__setattr__(self, "skipped", _skipped_runs(self.skipped))
+        if not isinstance(self.view, str):
+            raise ValueError(f"view must be a text, got {self.view!r}")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the state as a dict of JSON types; without ``audit`` and ``skipped`` if empty."""
-        state = asdict(self)
-        if self.audit is None:
-            del state["audit"]
-        if self.skipped:
-            state["skipped"] = [list(run) for run in self.skipped]
-        else:
-            del state["skipped"]
-        return state
+        """Return the state as a dict of JSON types; without optional fields that are empty."""
+        state = asdict(self) | {"skipped": [list(run) for run in self.skipped]}
+        return {key: value for key, value in state.items() if value or key not in _OPTIONAL}
 
     @classmethod
     def from_dict(cls, mapping: Mapping[str, Any]) -> "OrderState":
@@ -92,7 +91,7 @@ class OrderState:
         unknown = sorted(repr(key) for key in mapping if key not in known)
         if unknown:
             raise ValueError(f"state has unknown keys: {', '.join(unknown)}")
-        missing = [repr(name) for name in known if name not in (*mapping, "audit", "skipped")]
+        missing = [repr(name) for name in known if name not in (*mapping, *_OPTIONAL)]
         if missing:
             raise ValueError(f"state lacks keys: {', '.join(missing)}")
         return cls(**mapping)

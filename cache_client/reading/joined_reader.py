@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
-from typing import Any
 
 import numpy as np
 
 from cache_client.flight.routing import ShardMap
 from cache_client.reading.counts import ReadCounts
 from cache_client.reading.local_shards import LocalShards, ShardFileLostError
+from cache_client.reading.per_process import PerProcess
 from cache_client.reading.reader import Reader
 from cache_client.reading.rows import Answer, Rows, in_order
 from cache_client.reading.source import Source
@@ -31,7 +30,7 @@ class JoinedSource:
     def __init__(self, sources: Sequence[Source]) -> None:
         self._sources = sources
         self.shards = _joined([source.shards for source in sources])
-        self._process_shards: tuple[int, LocalShards] | None = None  # with the process they are of
+        self._process_shards: PerProcess[LocalShards] = PerProcess()
 
     def open_reader(
         self, *, replica_offset: int, rows_per_message: int, counts: ReadCounts
@@ -55,13 +54,8 @@ class JoinedSource:
         """The files of all versions as one table, shared by the passes of a process."""
         if not all(source.local for source in self._sources):
             return None
-        if self._process_shards is None or self._process_shards[0] != os.getpid():
-            columns = self._sources[0].columns
-            self._process_shards = (os.getpid(), LocalShards(self.shards, columns))
-        return self._process_shards[1]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_process_shards": None}
+        columns = self._sources[0].columns
+        return self._process_shards.get(lambda: LocalShards(self.shards, columns))
 
 
 class JoinedReader:

@@ -203,7 +203,7 @@ class NodeProbe:
             if timeout_s <= 0:
                 return None
             try:
-                return self._streams.connection(location).read_plan(
+                return self._streams.connection(location).read_shard_map(
                     shards.dataset,
                     shards.fingerprint,
                     self._columns,

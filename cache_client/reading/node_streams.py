@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from cache_client.flight.connections import Connection
+from cache_client.flight.connections import NodeConnection
 from cache_client.flight.streams import GatherStream, RowStream
 from cache_protocol.errors import CacheError, NodeUnavailableError
 from cache_protocol.wire.credentials import NO_CREDENTIALS, Credentials
@@ -37,7 +37,7 @@ class _Opening(Generic[_S]):
     """
 
     location: str
-    open_stream: Callable[[Connection], _S]
+    open_stream: Callable[[NodeConnection], _S]
     was_asked: bool = False
     outcome: _S | BaseException | None = None
 
@@ -53,7 +53,7 @@ class NodeStreams:
 
     def __init__(
         self,
-        open_stream: Callable[[Connection], GatherStream],
+        open_stream: Callable[[NodeConnection], GatherStream],
         *,
         timeout_s: float,
         credentials: Credentials = NO_CREDENTIALS,
@@ -64,7 +64,7 @@ class NodeStreams:
         # Reentrant: a signal handler may call `close` while this thread holds the lock.
         self._lock = threading.RLock()
         self._finished = threading.Condition(self._lock)
-        self._connections: dict[str, Connection] = {}
+        self._connections: dict[str, NodeConnection] = {}
         self._idle: dict[str, list[GatherStream]] = {}
         self._busy: set[_Stream] = set()
         self._openings: set[_Opening[Any]] = set()
@@ -75,7 +75,7 @@ class NodeStreams:
         """Whether `close` was called."""
         return self._closed
 
-    def connection(self, location: str) -> Connection:
+    def connection(self, location: str) -> NodeConnection:
         """The connection to a node; opens one if there is none.
 
         Raises:
@@ -86,7 +86,7 @@ class NodeStreams:
                 raise CacheError(CLOSED)
             connection = self._connections.get(location)
             if connection is None or connection.is_closed:
-                connection = Connection(location, self._credentials)
+                connection = NodeConnection(location, self._credentials)
                 self._connections[location] = connection
             return connection
 
@@ -113,7 +113,7 @@ class NodeStreams:
     def open_rows(
         self,
         location: str,
-        open_stream: Callable[[Connection], RowStream],
+        open_stream: Callable[[NodeConnection], RowStream],
         patience_s: float = math.inf,
     ) -> RowStream:
         """A stream of rows from a location; close it afterwards.
@@ -187,7 +187,7 @@ class NodeStreams:
     def _open(
         self,
         locations: Sequence[str],
-        open_stream: Callable[[Connection], _S],
+        open_stream: Callable[[NodeConnection], _S],
         patience_s: float,
     ) -> list[_S | CacheError]:
         """Opens streams in threads, because Flight cannot stop waiting for a node that hangs.

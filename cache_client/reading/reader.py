@@ -23,7 +23,7 @@ from tenacity import (
     stop_after_delay,
 )
 
-from cache_client.flight.connections import REQUEST_TIMEOUT_S, Connection
+from cache_client.flight.connections import REQUEST_TIMEOUT_S, NodeConnection
 from cache_client.flight.routing import NodeRef, Part, Router, ShardMap
 from cache_client.flight.shared_handle import ConnectionClosedError
 from cache_client.flight.streams import GatherStream, RowStream
@@ -473,7 +473,7 @@ class Reader:
             _PATIENCE_S if self._has_replicas else math.inf,
         )
 
-    def _open_stream(self, connection: Connection) -> GatherStream:
+    def _open_stream(self, connection: NodeConnection) -> GatherStream:
         shards = self._router.shards
         return connection.open_gather(
             shards.dataset,

@@ -15,7 +15,7 @@ from tenacity import (
 )
 
 from cache_client.flight.call_threads import CallThreads
-from cache_client.flight.connections import REQUEST_TIMEOUT_S, Connection
+from cache_client.flight.connections import REQUEST_TIMEOUT_S, NodeConnection
 from cache_client.flight.routing import ShardMap
 from cache_client.reading.window_sizes import has_plain
 from cache_protocol.errors import NodeUnavailableError, NotReadyError
@@ -32,7 +32,7 @@ _WARN_AFTER_S = 1.0  # no warning if a trainer and its cache start at the same t
 _LAST_ATTEMPT_S, _LAST_ATTEMPT_PART = 0.5, 0.25
 
 
-def wait_for_plan(
+def wait_for_shard_map(
     endpoint: str,
     dataset: str,
     columns: Sequence[str],
@@ -56,7 +56,7 @@ def wait_for_plan(
         credentials: of this process.
         fingerprint: of the version; empty for the newest.
         follow: the version that a job reads in an epoch, instead of a fingerprint.
-        known_groups: see `Connection.read_plan`.
+        known_groups: see `NodeConnection.read_shard_map`.
         others: nodes to ask in turn with ``endpoint``.
         given_up: whether nothing waits any more; looked at between attempts.
 
@@ -108,7 +108,7 @@ def wait_for_plan(
         for attempt in attempts:
             with attempt:
                 return threads.call(
-                    _read_plan,
+                    _read_shard_map,
                     next(locations),
                     dataset,
                     fingerprint,
@@ -121,7 +121,7 @@ def wait_for_plan(
     raise AssertionError("the last attempt returns or raises")
 
 
-def _read_plan(
+def _read_shard_map(
     endpoint: str,
     dataset: str,
     fingerprint: str,
@@ -136,8 +136,8 @@ def _read_plan(
     def timeout_s() -> float:
         return max(0.0, min(REQUEST_TIMEOUT_S, deadline - time.monotonic()))
 
-    with Connection(endpoint, credentials) as connection:
-        shards = connection.read_plan(
+    with NodeConnection(endpoint, credentials) as connection:
+        shards = connection.read_shard_map(
             dataset, fingerprint, columns, timeout_s(), follow=follow, known_groups=known_groups
         )
         if not columns or not has_plain(shards.layout):

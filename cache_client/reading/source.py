@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-from typing import Any
-
 from cache_client.flight.routing import ShardMap
 from cache_client.reading.counts import ReadCounts
 from cache_client.reading.local_shards import LocalShards
 from cache_client.reading.node_health import NodeHealth
+from cache_client.reading.per_process import PerProcess
 from cache_client.reading.reader import Reader
 from cache_protocol.wire.credentials import Credentials
 
@@ -46,8 +44,8 @@ class Source:
         self._credentials = credentials
         self._deadline_s = deadline_s
         self.local = local
-        self._process_shards: tuple[int, LocalShards] | None = None  # with the process they are of
-        self._process_health: tuple[int, NodeHealth] | None = None  # likewise
+        self._process_shards: PerProcess[LocalShards] = PerProcess()
+        self._process_health: PerProcess[NodeHealth] = PerProcess()
 
     def open_reader(
         self, *, replica_offset: int, rows_per_message: int, counts: ReadCounts
@@ -70,16 +68,9 @@ class Source:
         """The mapped files, shared by the passes of a process: first reads of a map are slow."""
         if not self.local:
             return None
-        if self._process_shards is None or self._process_shards[0] != os.getpid():
-            self._process_shards = (os.getpid(), LocalShards(self.shards, self.columns))
-        return self._process_shards[1]
+        return self._process_shards.get(lambda: LocalShards(self.shards, self.columns))
 
     def _node_health(self) -> NodeHealth:
         """The health of nodes, shared by the passes of a process."""
-        if self._process_health is None or self._process_health[0] != os.getpid():
-            newest = self.shards if self._process_health is None else self._process_health[1].shards
-            self._process_health = (os.getpid(), NodeHealth(newest))
-        return self._process_health[1]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_process_shards": None, "_process_health": None}
+        before = self._process_health.latest()
+        return self._process_health.get(lambda: NodeHealth((before or self).shards))

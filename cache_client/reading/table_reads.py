@@ -12,7 +12,7 @@ from cache_client.flight.routing import ShardMap
 from cache_client.reading.fetch_ahead import FETCH_THREADS, fetch_ahead
 from cache_client.reading.local_shards import LocalShards
 from cache_client.reading.reader import Reader
-from cache_client.reading.shard_maps import wait_for_plan
+from cache_client.reading.shard_maps import wait_for_shard_map
 from cache_client.reading.window_sizes import row_bytes
 from cache_protocol.errors import ConfigError
 from cache_protocol.wire.credentials import Credentials
@@ -37,7 +37,7 @@ def read_table(
         columns: empty for all.
         fingerprint: of the version to read; empty for the newest.
     """
-    shards = wait_for_plan(
+    shards = wait_for_shard_map(
         endpoint, dataset, columns, deadline_s, credentials, fingerprint=fingerprint
     )
     wanted = range(shards.num_rows) if rows is None else rows

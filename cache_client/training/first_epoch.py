@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from cache_client.epochs.passes import Pass
 from cache_client.flight.routing import ShardMap
-from cache_client.order.load_log import LoadLog
+from cache_client.order.load_log import GroupLog
 from cache_client.order.order import EpochOrder
 from cache_client.reading.local_shards import LocalShards
-from cache_client.reading.shard_maps import wait_for_plan
+from cache_client.reading.per_process import PerProcess
+from cache_client.reading.shard_maps import wait_for_shard_map
 from cache_client.reading.source import Source
 from cache_client.views.view import LoggedView, Shuffle, epoch_order
 from cache_protocol.errors import NodeUnavailableError, NotReadyError, StaleVersionError
@@ -68,10 +68,10 @@ class LoadingSource(Source):
         )  # fmt: skip
         self._shuffle = shuffle
         self._ready_deadline_s = ready_deadline_s
-        self._process_asking: tuple[int, _Asking] | None = None  # with the process it is of
+        self._process_turn: PerProcess[_Turn] = PerProcess()
 
     @property
-    def log(self) -> LoadLog:
+    def log(self) -> GroupLog:
         """The log, as far as it is known here."""
         assert self.shards.log is not None
         return self.shards.log
@@ -86,18 +86,18 @@ class LoadingSource(Source):
         log = self.log
         return epoch_order(self._shuffle, log.num_rows, epoch, groups=log.rows_of_groups)
 
-    def tell(self, this: Pass) -> None:
+    def tell(self, pass_: Pass) -> None:
         """Gives a pass the end and the order of its epoch, as far as they are known."""
         num_slots = self.log.num_slots
-        consumed = min(this.plan.rows_consumed, num_slots)
-        this.plan = replace(this.plan, num_rows=num_slots, rows_consumed=consumed)
-        this.order = self.order(this.epoch)
+        consumed = min(pass_.plan.rows_consumed, num_slots)
+        pass_.plan = replace(pass_.plan, num_rows=num_slots, rows_consumed=consumed)
+        pass_.order = self.order(pass_.epoch)
 
-    def wait_for(self, this: Pass, steps: range, given_up: Callable[[], bool]) -> KnownSteps:
+    def wait_for(self, pass_: Pass, steps: range, given_up: Callable[[], bool]) -> KnownSteps:
         """Waits until the rows of the first of these steps are sealed, or the epoch has none.
 
         Args:
-            this: gets the plan and the order that are known then.
+            pass_: gets the plan and the order that are known then.
             steps: of the pass, ascending.
             given_up: whether nothing waits for them any more.
 
@@ -105,18 +105,18 @@ class LoadingSource(Source):
             LoadError: the load failed. StaleVersionError: it was begun again.
             NotReadyError, NodeUnavailableError: it did not come further until the deadline.
         """
-        stop = this.plan.rows_consumed + (steps[0] + 1) * this.plan.rows_per_step
-        asking = self._asking
-        with asking.changed:
+        stop = pass_.plan.rows_consumed + (steps[0] + 1) * pass_.plan.rows_per_step
+        turn = self._turn
+        with turn.changed:
             while not self.log.closed and self.log.num_rows < min(stop, self.log.num_slots):
-                if asking.is_asked:
-                    asking.changed.wait(_LOOK_S)
+                if turn.is_asked:
+                    turn.changed.wait(_LOOK_S)
                     if given_up():
                         raise NotReadyError("the pass was given up")
                 else:
-                    self._ask(asking, given_up)
-            self.tell(this)
-            plan, log = this.plan, self.log
+                    self._ask(turn, given_up)
+            self.tell(pass_)
+            plan, log = pass_.plan, self.log
         existing = len(range(steps.start, min(steps.stop, plan.num_steps), steps.step))
         sealed = log.num_rows - plan.rows_consumed
         is_all = log.num_rows == log.num_slots
@@ -127,16 +127,16 @@ class LoadingSource(Source):
 
     def look(self) -> None:
         """Asks once for more groups, without waiting for any."""
-        asking = self._asking
-        with asking.changed:
+        turn = self._turn
+        with turn.changed:
             for location in self.shards.locations(self.endpoint):
-                if self.log.closed or asking.is_asked:
+                if self.log.closed or turn.is_asked:
                     return
                 # A pass that needs more groups will wait for them.
                 with suppress(NotReadyError, NodeUnavailableError):
-                    return self._ask(asking, lambda: True, first=location)
+                    return self._ask(turn, lambda: True, first=location)
 
-    def _ask(self, asking: _Asking, given_up: Callable[[], bool], *, first: str = "") -> None:
+    def _ask(self, turn: _Turn, given_up: Callable[[], bool], *, first: str = "") -> None:
         """Waits for more groups; called inside the lock, which it leaves meanwhile.
 
         Args:
@@ -145,8 +145,8 @@ class LoadingSource(Source):
         Raises:
             StaleVersionError: the version was loaded again, in another order.
         """
-        asking.is_asked = True
-        asking.changed.release()
+        turn.is_asked = True
+        turn.changed.release()
         found = None
         try:
             read = self._read(given_up, first or self.endpoint)
@@ -159,15 +159,15 @@ class LoadingSource(Source):
                 )
             found = read
         finally:
-            asking.changed.acquire()
-            asking.is_asked = False
+            turn.changed.acquire()
+            turn.is_asked = False
             if found is not None:
                 self.shards = self._node_health().shards = found
-            asking.changed.notify_all()
+            turn.changed.notify_all()
 
     def _read(self, given_up: Callable[[], bool], first: str) -> ShardMap:
         shards = self.shards
-        return wait_for_plan(
+        return wait_for_shard_map(
             first,
             shards.dataset,
             self.columns,
@@ -180,21 +180,16 @@ class LoadingSource(Source):
         )
 
     @property
-    def _asking(self) -> _Asking:
-        if self._process_asking is None or self._process_asking[0] != os.getpid():
-            self._process_asking = (os.getpid(), _Asking())
-        return self._process_asking[1]
+    def _turn(self) -> _Turn:
+        return self._process_turn.get(_Turn)
 
     def local_shards(self) -> LocalShards | None:
         """The mapped files, once all are known: their places among the shards do not change."""
         return super().local_shards() if self.log.closed else None
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_process_asking": None}
 
-
-class _Asking:
-    """Lets one thread ask for all that wait.
+class _Turn:
+    """Whose turn it is to ask: one thread asks for all that wait.
 
     Attributes:
         changed: notified when the thread has its answer.

@@ -103,22 +103,22 @@ class CacheLoader(DataLoader[Any]):
             return self._through_accelerate(super().__iter__())
         # Workers start with the first batch, so that they begin where the dataset stands then.
         dataset = self.dataset
-        this = dataset._place(Pass(of_loader=True), dataset._cursor.planned())
-        batches = self._of_workers(this)
-        this.iterator = weakref.ref(batches)
-        dataset._passes.begin(this)
+        pass_ = dataset._place(Pass(of_loader=True), dataset._cursor.planned())
+        batches = self._of_workers(pass_)
+        pass_.iterator = weakref.ref(batches)
+        dataset._passes.begin(pass_)
         return self._through_accelerate(batches)
 
-    def _of_workers(self, this: Pass) -> Generator[Any, None, None]:
+    def _of_workers(self, pass_: Pass) -> Generator[Any, None, None]:
         dataset = self.dataset
-        dataset._place(this, dataset._cursor.planned())
-        this.ahead = batches_taken_ahead()
-        with closing(dataset._observer.watch(this, super().__iter__())) as batches:
+        dataset._place(pass_, dataset._cursor.planned())
+        pass_.ahead = batches_taken_ahead()
+        with closing(dataset._observer.watch(pass_, super().__iter__())) as batches:
             for batch in batches:
-                dataset._passes.hand_out(this)
-                dataset.note_handed_out(this)
+                dataset._passes.hand_out(pass_)
+                dataset._note_handed_out(pass_)
                 yield batch
-        this.ended = True
+        pass_.ended = True
 
     def _through_accelerate(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Lets accelerate know the last batch, and moves batches as it would."""
@@ -127,13 +127,15 @@ class CacheLoader(DataLoader[Any]):
             return batches
         return self._of_accelerate(batches, accelerate.GradientState())
 
-    def _of_accelerate(self, batches: Iterator[Any], told: Any) -> Generator[Any, None, None]:
+    def _of_accelerate(
+        self, batches: Iterator[Any], gradient_state: Any
+    ) -> Generator[Any, None, None]:
         from accelerate.utils import send_to_device
 
         cursor = self.dataset._cursor
         plan = self.dataset._plan(cursor.next_offset, cursor.epoch)
         end = _End()
-        told._add_dataloader(end)
+        gradient_state._add_dataloader(end)
         try:
             for step, batch in enumerate(batches, 1):
                 if step == plan.num_steps:
@@ -145,7 +147,7 @@ class CacheLoader(DataLoader[Any]):
                     batch = send_to_device(batch, self._accelerate_device)
                 yield batch
         finally:
-            told._remove_dataloader(end)
+            gradient_state._remove_dataloader(end)
 
 
 class _Epochs:

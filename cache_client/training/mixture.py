@@ -11,7 +11,8 @@ import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from operator import attrgetter
+from typing import Any, cast
 
 from cache_client.batches.batch_formats import with_column
 from cache_client.job.arguments import BatchFormat, integer_or_problem
@@ -20,9 +21,14 @@ from cache_client.order.permutation import checked_integer
 from cache_client.order.states import read_state
 from cache_client.reading.joined_reader import JoinedSource
 from cache_client.reading.rows import Rows
-from cache_client.training.base import RankBatches, slots_consumed
+from cache_client.reading.source import Source
+from cache_client.training.base import RankBatches
 from cache_client.training.dataset import CacheIterableDataset
+from cache_client.training.job_config import JobConfig
+from cache_client.training.opened import Opened
+from cache_client.training.skipped_steps import slots_consumed
 from cache_client.view_options.job_view import Assemble
+from cache_client.view_options.options import View
 from cache_client.views.mixing import (
     DRAWS,
     STOPS,
@@ -40,24 +46,24 @@ from cache_protocol.errors import ConfigError, checked
 
 _MAX_STEPS = 2**40
 _MAX_NAME = 200  # of the report's name of what is read
-_SHARED = {
-    "batch_size": "batch_size",
-    "rank": "rank",
-    "world_size": "world_size",
-    "drop_last": "drop_last",
-    "_pad_mask": "pad_mask",
-    "_stack": "stack",
-    "_stack_dtype": "stack_dtype",
-    "_batch_format": "batch_format",
-    "_decode": "decode",
-    "_transform": "transform",
-    "_device": "device",
-    "_copy": "copy",
-    "_deadline_s": "deadline_s",
-    "_audit": "audit",
-    "_job": "job",
+_SHARED: Mapping[str, Callable[[JobConfig], object]] = {
+    "batch_size": attrgetter("batch_size"),
+    "rank": attrgetter("rank.rank"),
+    "world_size": attrgetter("rank.world_size"),
+    "drop_last": attrgetter("drop_last"),
+    "pad_mask": attrgetter("pad_mask"),
+    "stack": attrgetter("stack"),
+    "stack_dtype": attrgetter("stack_dtype"),
+    "batch_format": attrgetter("batch_format"),
+    "decode": attrgetter("decode"),
+    "transform": attrgetter("transform"),
+    "device": attrgetter("device"),
+    "copy": attrgetter("copy"),
+    "deadline_s": attrgetter("access.deadline_s"),
+    "audit": attrgetter("audit"),
+    "job": attrgetter("job"),
 }
-"""Attributes of the sources that the mixture takes over -> their arguments; all must agree."""
+"""Arguments that the mixture takes over from its sources; all must agree."""
 
 
 class CacheMixture(RankBatches):
@@ -97,8 +103,6 @@ class CacheMixture(RankBatches):
     Thread-safety: iterate, and change epoch and state, from one thread at a time.
     """
 
-    _source: JoinedSource
-
     def __init__(
         self,
         sources: Mapping[str, tuple[CacheIterableDataset, float]],
@@ -110,7 +114,6 @@ class CacheMixture(RankBatches):
         source_column: str | None = None,
         skip_steps: Mapping[int, Iterable[int]] | None = None,
     ) -> None:
-        super().__init__()
         datasets, weights = _checked_sources(sources)
         problems = _differences(datasets)
         if isinstance(stop, str):
@@ -122,75 +125,42 @@ class CacheMixture(RankBatches):
             problems.append(f"draw must be one of {', '.join(DRAWS)}, got {draw!r}")
         checked(problems, lambda: EpochOrder(0, shuffle=False, seed=seed), ValueError)
         first = next(iter(datasets.values()))
-        plan = checked(problems, lambda: _plan(weights, weights_at or {}), ValueError)
+        schedule = checked(problems, lambda: _schedule(weights, weights_at or {}), ValueError)
         if source_column is not None and not (is_text(source_column) and source_column):
             problems.append(f"source_column must be a name, got {source_column!r}")
         else:
             checked(
                 problems,
-                lambda: first._job_view.column_names(
-                    first._converter().names,
-                    pad_mask=first._pad_mask,
+                lambda: first.opened.job_view.column_names(
+                    first.config.converter(first.opened.layout).names,
+                    pad_mask=first.config.pad_mask,
                     source_column=source_column,
                 ),
             )
-        if problems or plan is None:
+        if problems or schedule is None:
             raise ConfigError("; ".join(problems))
-        for attribute in _SHARED:
-            setattr(self, attribute, getattr(first, attribute))
-        self.name = ", ".join(datasets)
-        self.endpoint, self._credentials = first.endpoint, first._credentials
-        self.shuffle = any(dataset.shuffle for dataset in datasets.values())
-        self.shuffle_block_size = None
-        self.seed = operator.index(seed)
+        config = replace(
+            first.config,
+            name=", ".join(datasets),
+            view=View(),
+            shuffle=Shuffle(any(dataset.shuffle for dataset in datasets.values()), None, seed),
+            rank_is_given=all(dataset.config.rank_is_given for dataset in datasets.values()),
+            skip_steps=skip_steps,
+        )
+        rows_per_step = config.rows_per_step
         self._names = tuple(datasets)
-        self._source = JoinedSource([dataset._source for dataset in datasets.values()])
-        self._layout = first._layout
-        self._nodes = tuple(dict.fromkeys(n for d in datasets.values() for n in d._nodes))
-        self._version_name = "+".join(dataset._version_name for dataset in datasets.values())
-        if len(self._version_name) > _MAX_NAME:
-            self._version_name = f"{first._version_name}+{len(datasets) - 1}"
-        self._job_is_named = first._job_is_named
-        self._rank_is_given = all(dataset._rank_is_given for dataset in datasets.values())
-        self._plan_of_weights = plan
+        self._schedule = schedule
         self._steps = None if isinstance(stop, str) else operator.index(stop)
         self._planned = mixing(
-            [dataset._view.num_slots(0) for dataset in datasets.values()],
-            [(step * self._rows_per_step, each) for step, each in plan],
-            stop=stop if isinstance(stop, str) else operator.index(stop) * self._rows_per_step,
+            [dataset.slots.num_slots(0) for dataset in datasets.values()],
+            [(step * rows_per_step, each) for step, each in schedule],
+            stop=stop if isinstance(stop, str) else operator.index(stop) * rows_per_step,
             draw=draw,
-            seed=self.seed,
+            seed=operator.index(seed),
         )
-        view = MixtureView(
-            tuple(
-                MixedSource(
-                    name,
-                    dataset.fingerprint,
-                    dataset.num_rows,
-                    dataset._view,
-                    Shuffle(dataset.shuffle, dataset.shuffle_block_size, dataset.seed),
-                )
-                for name, dataset in datasets.items()
-            ),
-            self._planned,
-        )
-        named = _NamedSources(
-            first._job_view.assembler, tuple(datasets), source_column, self._batch_format
-        )
-        self._job_view = replace(first._job_view, view=view, assembler=named)
-        self._sizes = replace(
-            first._sizes,
-            shards=self._source.shards,
-            batch_size=max(1, round(self.batch_size * view.rows_per_slot)),
-        )
-        self._prepare(skip_steps)
+        super().__init__(config, _joined(datasets, config, self._planned, source_column))
 
     # -- properties ----------------------------------------------------------------------------
-
-    @property
-    def fingerprint(self) -> str:
-        """Fingerprint of the versions, their views and how they are drawn; not of the weights."""
-        return hashlib.sha256(self._view.identity.encode()).hexdigest()[:32]
 
     @property
     def weights(self) -> dict[str, float]:
@@ -239,7 +209,7 @@ class CacheMixture(RankBatches):
         return {
             **super().state_dict(steps=steps),
             "mixture": MixtureState(
-                self._plan_of_weights,
+                self._schedule,
                 self._steps,
                 mixing.stop if isinstance(mixing.stop, int) else None,
                 mixing.changes,
@@ -261,17 +231,18 @@ class CacheMixture(RankBatches):
             super().load_state_dict(state_dict)
             raise ConfigError("bad state: it is of a dataset, not of a mixture")
         rest = {key: value for key, value in state_dict.items() if key != "mixture"}
-        before, mixing = self._job_view, self._resumed(rest, state_dict["mixture"])
+        before, mixing = self._opened, self._resumed(rest, state_dict["mixture"])
         if mixing != self._mixing and self._cursor.has_workers:
             raise ConfigError(
                 "the state has weights that running DataLoader workers do not know: delete their "
                 "iterator and loader before load_state_dict"
             )
-        self._job_view = replace(before, view=replace(self._mixture_view, mixing=mixing))
+        view = replace(self._mixture_view, mixing=mixing)
+        self._opened = replace(before, job_view=replace(before.job_view, view=view))
         try:
             super().load_state_dict(rest)
         except BaseException:
-            self._job_view = before
+            self._opened = before
             raise
 
     def _resumed(self, rest: Mapping[str, Any], written: Any) -> Mixing:
@@ -280,16 +251,16 @@ class CacheMixture(RankBatches):
             state = read_state(rest)
             if state.fingerprint != self.fingerprint:
                 return self._mixing  # such a state is refused
-            told = MixtureState.from_dict(written, len(self._names))
-            if told.steps != self._steps:
-                raise ValueError(f"it has stop={told.steps} steps, this mixture {self._steps}")
-            stop = self._planned.stop if told.epoch_slots is None else told.epoch_slots
-            found = replace(self._planned, stop=stop, changes=told.changes)
-            if told.plan == self._plan_of_weights:
-                return found
-            slot = found.epoch_start(state.epoch)
-            slot += slots_consumed(state, found.num_slots(state.epoch))
-            return found.resumed(found.change_slot(slot, state.epoch), self._planned)
+            saved = MixtureState.from_dict(written, len(self._names))
+            if saved.steps != self._steps:
+                raise ValueError(f"it has stop={saved.steps} steps, this mixture {self._steps}")
+            stop = self._planned.stop if saved.epoch_slots is None else saved.epoch_slots
+            mixing = replace(self._planned, stop=stop, changes=saved.changes)
+            if saved.schedule == self._schedule:
+                return mixing
+            slot = mixing.epoch_start(state.epoch)
+            slot += slots_consumed(state, mixing.num_slots(state.epoch))
+            return mixing.resumed(mixing.change_slot(slot, state.epoch), self._planned)
         except ValueError as error:
             raise ConfigError(f"bad state: {error}") from None
 
@@ -297,13 +268,48 @@ class CacheMixture(RankBatches):
 
     @property
     def _mixture_view(self) -> MixtureView:
-        view = self._view
+        view = self._slots
         assert isinstance(view, MixtureView)
         return view
 
     @property
     def _mixing(self) -> Mixing:
         return self._mixture_view.mixing
+
+
+def _joined(
+    datasets: Mapping[str, CacheIterableDataset],
+    config: JobConfig,
+    planned: Mixing,
+    source_column: str | None,
+) -> Opened:
+    """What the sources read, as one."""
+    first = next(iter(datasets.values())).opened
+    view = MixtureView(
+        tuple(
+            MixedSource(
+                name, dataset.fingerprint, dataset.num_rows, dataset.slots, dataset.config.shuffle
+            )
+            for name, dataset in datasets.items()
+        ),
+        planned,
+    )
+    versions = [dataset.opened.name for dataset in datasets.values()]
+    named = "+".join(versions)
+    sources = [dataset.opened.source for dataset in datasets.values()]
+    source = JoinedSource(cast("list[Source]", sources))
+    assembler = _NamedSources(
+        first.job_view.assembler, tuple(datasets), source_column, config.batch_format
+    )
+    return Opened(
+        named if len(named) <= _MAX_NAME else f"{versions[0]}+{len(versions) - 1}",
+        hashlib.sha256(view.identity.encode()).hexdigest()[:32],
+        source,
+        replace(first.job_view, view=view, assembler=assembler),
+        first.layout,
+        config.window_sizes(source.shards, view.rows_per_slot),
+        tuple(dict.fromkeys(n for each in datasets.values() for n in each.opened.nodes)),
+    )
 
 
 @dataclass(frozen=True)
@@ -360,7 +366,7 @@ def _checked_sources(
     )
 
 
-def _plan(
+def _schedule(
     weights: Mapping[str, float], weights_at: Mapping[int, Mapping[str, float]]
 ) -> tuple[tuple[int, tuple[int, ...]], ...]:
     """Pairs of steps and whole weights, ascending, the first at step 0.
@@ -368,7 +374,7 @@ def _plan(
     Raises:
         ValueError: quotes a bad step or bad weights.
     """
-    plan = {0: whole_weights(list(weights.values()))}
+    schedule = {0: whole_weights(list(weights.values()))}
     if not isinstance(weights_at, Mapping):
         raise ValueError(f"weights_at must map steps to weights, got {weights_at!r}")
     for step, given in weights_at.items():
@@ -378,8 +384,8 @@ def _plan(
                 f"weights_at[{step}] must have a weight for each of {', '.join(map(repr, weights))}"
                 f", got {given!r}"
             )
-        plan[number] = whole_weights([given[name] for name in weights])
-    return tuple(sorted(plan.items()))
+        schedule[number] = whole_weights([given[name] for name in weights])
+    return tuple(sorted(schedule.items()))
 
 
 def _differences(datasets: Mapping[str, CacheIterableDataset]) -> list[str]:
@@ -387,8 +393,8 @@ def _differences(datasets: Mapping[str, CacheIterableDataset]) -> list[str]:
     problems = []
     (name, first), *others = datasets.items()
     for other_name, other in others:
-        for attribute, argument in _SHARED.items():
-            ours, theirs = getattr(first, attribute), getattr(other, attribute)
+        for argument, asked in _SHARED.items():
+            ours, theirs = asked(first.config), asked(other.config)
             if ours != theirs:
                 problems.append(
                     f"the sources must agree on {argument}: {name!r} has {ours!r}, "
@@ -401,23 +407,25 @@ def _differences(datasets: Mapping[str, CacheIterableDataset]) -> list[str]:
                 f"{name!r} has {_only(ours, theirs)}, {other_name!r} has {_only(theirs, ours)}: "
                 "give both datasets the same columns=, or cast and rename them in the sql"
             )
-        if not _same(first._job_view.assembler, other._job_view.assembler):
+        if not _same(first.opened.job_view.assembler, other.opened.job_view.assembler):
             problems.append(f"the sources {name!r} and {other_name!r} make different batches")
     for name, dataset in datasets.items():
-        if dataset._view.epochs == "any size":
+        if dataset.slots.epochs == "any size":
             problems.append(
                 f"source {name!r} may have another number of samples in each epoch: pack documents "
                 "with cut_documents=True, or without shuffle, and not with weights, per_class or "
                 "epoch_rows"
             )
-        elif not dataset._view.num_slots(0):
+        elif not dataset.slots.num_slots(0):
             problems.append(f"source {name!r} has no rows")
-        if dataset._job_view.lookups is not None:
+        if dataset.opened.job_view.lookups is not None:
             problems.append(f"source {name!r} has codes or join, which a mixture does not read")
-        if dataset._changes_version:
-            argument = "follow='epoch'" if dataset._follows else "wait='first-rows'"
-            problems.append(f"source {name!r} has {argument}: a mixture keeps its versions")
-        if dataset._skipped:
+        if dataset.config.version != "ready":
+            problems.append(
+                f"source {name!r} has version={dataset.config.version!r}: a mixture keeps its "
+                "versions"
+            )
+        if dataset.config.skip_steps:
             problems.append(f"source {name!r} has skip_steps: give it to the mixture")
     return problems
 
@@ -433,7 +441,7 @@ def _same(one: Any, other: Any) -> bool:
 def _columns(dataset: CacheIterableDataset) -> list[str]:
     """Names, types and types at the source of what is read."""
     columns = []
-    for field in dataset._layout.logical:
+    for field in dataset.opened.layout.logical:
         source_type = (field.metadata or {}).get(b"cache.source_type", b"").decode()
         columns.append(f"{field.name!r} {source_type or field.type}")
     return columns

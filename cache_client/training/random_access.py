@@ -20,14 +20,16 @@ from torch.utils.data import Dataset
 from cache_client.batches.convert import Converter
 from cache_client.batches.images import ImageMode, decode_problems
 from cache_client.flight.call_threads import CallThreads
+from cache_client.job.argument_names import names_explained
 from cache_client.job.arguments import BatchFormat, argument_problems
-from cache_client.job.ranks import find_credentials, find_endpoint, find_ready_deadline_s
+from cache_client.job.connection import Connection, access_to
 from cache_client.reading.fetch_ahead import FETCH_THREADS, fetch_ahead
 from cache_client.reading.local_shards import LocalShards
 from cache_client.reading.reader import Reader
 from cache_client.reading.rows import Rows, join
-from cache_client.reading.shard_maps import wait_for_plan
+from cache_client.reading.shard_maps import wait_for_shard_map
 from cache_client.reading.window_sizes import row_bytes
+from cache_client.training.job_config import moved_arguments
 from cache_protocol.errors import ConfigError, checked
 from cache_protocol.storage.row_index import Ids
 
@@ -59,9 +61,8 @@ class CacheDataset(Dataset[Any]):
     first read; `close` closes these connections. A copy reads the same version.
 
     Args:
-        dataset: name of a dataset in the cache.
-        endpoint: ``grpc://HOST:PORT`` of any node; default: ``CACHE_ENDPOINT``, else the cache of
-            this TrainJob.
+        name: of a dataset in the cache.
+        cache: how to reach the cache, as for `CacheIterableDataset`.
         columns: to read, in this order; default: all.
         stack: new name -> columns; one tensor (``[n]`` in a row, ``[B, n]`` in a batch) replaces
             each group of columns.
@@ -70,13 +71,6 @@ class CacheDataset(Dataset[Any]):
             ``collate_fn`` returns them unchanged. No ``jax`` and no ``polars`` in its workers.
         decode: as in `CacheIterableDataset`.
         transform: applied to each row, or to the batch of `fetch`, in the reading process.
-        deadline_s: how long to wait for a cache that loads, or for nodes that do not answer. For
-            the load, ``CACHE_READY_DEADLINE_S`` of the environment may give more.
-        local: read shards of nodes on this machine from their files, in this process.
-        token, token_file: show the cache who you are; default: ``CACHE_TOKEN`` or
-            ``CACHE_TOKEN_FILE``. The file is read again when it changes. A pickle of the
-            dataset has the token.
-        tls_ca: file of the certificates that sign those of the nodes; default: ``CACHE_TLS_CA``.
 
     Raises:
         ConfigError: quotes every bad argument.
@@ -86,45 +80,35 @@ class CacheDataset(Dataset[Any]):
     Thread-safety: any thread may read at any time.
     """
 
+    @names_explained(lambda: {**moved_arguments(), "view": "an argument of CacheIterableDataset"})
     def __init__(
         self,
-        dataset: str,
+        name: str,
         *,
-        endpoint: str | None = None,
+        cache: Connection | str | None = None,
         columns: Sequence[str] | None = None,
         stack: Mapping[str, Sequence[str]] | None = None,
         batch_format: BatchFormat = "torch",
         decode: Mapping[str, ImageMode] | None = None,
         transform: Callable[[Any], Any] | None = None,
-        deadline_s: float = 60.0,
-        local: bool = True,
-        token: str | None = None,
-        token_file: str | os.PathLike[str] | None = None,
-        tls_ca: str | os.PathLike[str] | None = None,
     ) -> None:
         problems = argument_problems(
-            dataset, columns, stack, deadline_s,
-            batch_format=batch_format, transform=transform, local=local,
-        )  # fmt: skip
-        problems += decode_problems(decode, batch_format)
-        where = checked(problems, lambda: find_endpoint(endpoint))
-        credentials = checked(
-            problems, lambda: find_credentials(where or "", token, token_file, tls_ca)
+            name, columns, stack, batch_format=batch_format, transform=transform
         )
-        if problems or where is None or credentials is None:
+        problems += decode_problems(decode, batch_format)
+        access = checked(problems, lambda: access_to(cache))
+        if problems or access is None:
             raise ConfigError("; ".join(problems))
-        self.name = dataset
-        self.endpoint = where
-        self._credentials = credentials
+        self.name = name
+        self._access = access
         self._columns = () if columns is None else tuple(columns)
         self._stack = {name: tuple(names) for name, names in (stack or {}).items()}
         self._batch_format: BatchFormat = batch_format
         self._decode = decode
         self._transform = transform
-        self._deadline_s = float(deadline_s)
-        self._local = local
-        ready_deadline_s = find_ready_deadline_s(self._deadline_s)
-        self._shards = wait_for_plan(where, dataset, self._columns, ready_deadline_s, credentials)
+        self._shards = wait_for_shard_map(
+            access.endpoint, name, self._columns, access.ready_deadline_s, access.credentials
+        )
         self._prepare()
 
     def _prepare(self) -> None:
@@ -156,6 +140,11 @@ class CacheDataset(Dataset[Any]):
             reader.close()
 
     # -- properties ----------------------------------------------------------------------------
+
+    @property
+    def endpoint(self) -> str:
+        """Of the node that is asked first."""
+        return self._access.endpoint
 
     @property
     def fingerprint(self) -> str:
@@ -278,14 +267,15 @@ class CacheDataset(Dataset[Any]):
         found = self._readers.get(process)
         if found is not None:
             return found
+        access = self._access
         reader = Reader(
-            self.endpoint,
+            access.endpoint,
             self._shards,
             columns=self._columns,
             replica_offset=process,  # spreads processes over replicas
-            deadline_s=self._deadline_s,
-            local=LocalShards(self._shards, self._columns) if self._local else None,
-            credentials=self._credentials,
+            deadline_s=access.deadline_s,
+            local=LocalShards(self._shards, self._columns) if access.local else None,
+            credentials=access.credentials,
         )
         new = _ProcessReader(reader, CallThreads())
         found = self._readers.setdefault(process, new)

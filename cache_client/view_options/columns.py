@@ -18,7 +18,7 @@ import pyarrow as pa
 from tenacity import Retrying, retry_if_exception_type, stop_after_delay
 
 from cache_client.flight.call_threads import CallThreads
-from cache_client.flight.connections import Connection
+from cache_client.flight.connections import NodeConnection
 from cache_client.flight.routing import ShardMap
 from cache_client.reading.background_task import CALL_TIMEOUT_S
 from cache_protocol.errors import (
@@ -118,10 +118,10 @@ def _ask(
     if not parts:
         return []
     with CallThreads() as threads:
-        return threads.call(_Asking(version, expression, conditions).answers, parts)
+        return threads.call(_ValueRequests(version, expression, conditions).answers, parts)
 
 
-class _Asking:
+class _ValueRequests:
     """Asks replicas for values until one answers, for each part. Thread-safe."""
 
     def __init__(self, version: VersionNodes, expression: str, where: Sequence[str]) -> None:
@@ -129,7 +129,7 @@ class _Asking:
         self._expression, self._where = expression, where
         self._shards = version.shards  # the newest
         self._lock = threading.Lock()
-        self._connections: dict[str, Connection] = {}
+        self._connections: dict[str, NodeConnection] = {}
 
     def answers(self, parts: list[tuple[int, range]]) -> list[pa.ChunkedArray]:
         """The answers for parts of shards, in their order; several nodes work at the same time."""
@@ -186,18 +186,18 @@ class _Asking:
         for location in shards.locations(self._version.endpoint):
             timeout_s = max(0.0, min(CALL_TIMEOUT_S, deadline - time.monotonic()))
             try:
-                self._shards = self._connection(location).read_plan(
+                self._shards = self._connection(location).read_shard_map(
                     shards.dataset, shards.fingerprint, shards.logical.names, timeout_s
                 )
                 return
             except (NodeUnavailableError, NotReadyError):
                 continue
 
-    def _connection(self, location: str) -> Connection:
+    def _connection(self, location: str) -> NodeConnection:
         with self._lock:
             found = self._connections.get(location)
             if found is None or found.is_closed:
-                found = self._connections[location] = Connection(
+                found = self._connections[location] = NodeConnection(
                     location, self._version.credentials
                 )
             return found

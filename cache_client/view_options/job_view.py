@@ -8,7 +8,7 @@ from typing import Any
 
 from cache_client.reading.rows import Rows
 from cache_client.view_options.lookups import CodesLookup, Lookups, Vocabulary
-from cache_client.views.view import Samples, View
+from cache_client.views.view import Samples, SlotView
 from cache_protocol.errors import ConfigError
 
 Assemble = Callable[[Rows, Samples, Sequence[int]], Iterable[Any]]
@@ -28,7 +28,7 @@ class JobView:
         added: other columns of batches, each with the argument that adds it.
     """
 
-    view: View
+    view: SlotView
     assembler: Callable[[Callable[[Rows], Any]], Assemble] | None = None
     lookups: Lookups | None = None
     slots_at_once: int = 1

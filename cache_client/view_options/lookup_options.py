@@ -3,127 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Final, TypedDict
+from dataclasses import replace
+from typing import Final
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.types as pt
 
 from cache_client.flight.routing import ShardMap
-from cache_client.job.arguments import are_names
 from cache_client.reading.counts import ReadCounts
 from cache_client.reading.rows import Rows, join
-from cache_client.reading.shard_maps import wait_for_plan
+from cache_client.reading.shard_maps import wait_for_shard_map
 from cache_client.reading.source import Source
 from cache_client.view_options.columns import VersionNodes, row_values
 from cache_client.view_options.lookups import (
     CodesLookup,
     Frequent,
+    Join,
     JoinLookup,
     Lookup,
     Lookups,
+    Rule,
     Vocabulary,
     frequent_vocabulary,
     hash_codes,
     join_index,
     sorted_vocabulary,
 )
+from cache_client.view_options.options import View
 from cache_client.views.shared_array import SharedArray
-from cache_client.views.view import View, quoted
+from cache_client.views.view import SlotView, quoted
 from cache_protocol.errors import ConfigError
 
-_MAX_BUCKETS: Final = 2**31
 _FETCHED_ROWS: Final = 65_536  # of a joined dataset, at once
 
-Rule = str | int | Frequent | Vocabulary
 
-
-@dataclass(frozen=True)
-class Join:
-    """The dataset that a key looks rows up in.
-
-    Args:
-        dataset: its name.
-        key: its column with the values of the key; default: the same name.
-        columns: that a batch gets; default: all others.
-
-    Raises:
-        ConfigError: quotes every bad argument.
-    """
-
-    dataset: str
-    key: str | None = None
-    columns: Sequence[str] | None = None
-
-    def __post_init__(self) -> None:
-        problems = []
-        if not _is_name(self.dataset):
-            problems.append(f"dataset must be a name, got {self.dataset!r}")
-        if not (self.key is None or _is_name(self.key)):
-            problems.append(f"key must be the name of a column, got {self.key!r}")
-        if self.columns is not None and not (are_names(self.columns) and len(self.columns)):
-            problems.append(f"columns must be a list of names, got {self.columns!r}")
-        if problems:
-            raise ConfigError("Join: " + "; ".join(problems))
-
-
-class LookupOptions(TypedDict, total=False):
-    """Columns that a batch gets by row number. The client keeps 4 bytes a row for each.
-
-    - codes: columns whose values become int32 codes, or a dict from column to how: ``"sorted"``
-      (the default: 1, 2, ... in the order of the values), a `Frequent`, a `Vocabulary` of an
-      earlier job, or a number of hash buckets. 0 stands for nulls and unknown values; buckets
-      begin at 0. `CacheIterableDataset.vocabulary` has the values.
-    - join: dict from a key column to the name of a dataset, or to a `Join`: its columns follow
-      those of the batch, from its row with the same key. The client holds that dataset once.
-    """
-
-    codes: Sequence[str] | Mapping[str, Rule]
-    join: Mapping[str, str | Join]
-
-
-def coded(options: Mapping[str, Any]) -> Mapping[str, Rule]:
+def coded(options: View) -> Mapping[str, Rule]:
     """The columns that become codes, and how."""
-    codes = options.get("codes", {})
+    codes = options.codes or {}
     return codes if isinstance(codes, Mapping) else dict.fromkeys(codes, "sorted")
 
 
-def lookup_problems(options: Mapping[str, Any]) -> list[str]:
-    """The problems of the options that need no node; each is quoted."""
-    problems: list[str] = []
-    codes = options.get("codes", {})
-    is_list = isinstance(codes, Sequence) and not isinstance(codes, str)
-    if not (isinstance(codes, Mapping) or is_list) or not all(_is_name(name) for name in codes):
-        problems.append(f"codes must be columns, or a dict from column to a rule, got {codes!r}")
-    else:
-        problems += [
-            f"codes of {column!r} must be 'sorted', a Frequent, a Vocabulary or a number of "
-            f"buckets from 1 to {_MAX_BUCKETS}, got {rule!r}"
-            for column, rule in coded(options).items()
-            if not _is_rule(rule)
-        ]
-    joins = options.get("join", {})
-    if not isinstance(joins, Mapping) or not all(
-        _is_name(key) and (isinstance(other, Join) or _is_name(other))
-        for key, other in joins.items()
-    ):
-        problems.append(f"join must be a dict from a key column to a dataset, got {joins!r}")
-    return problems
-
-
-def _is_name(value: object) -> bool:
-    return isinstance(value, str) and bool(value)
-
-
-def _is_rule(rule: object) -> bool:
-    if isinstance(rule, int) and not isinstance(rule, bool):
-        return 1 <= rule <= _MAX_BUCKETS
-    return isinstance(rule, Frequent | Vocabulary) or (isinstance(rule, str) and rule == "sorted")
-
-
 def columns_to_read(
-    options: Mapping[str, Any], names: Sequence[str], asked: Sequence[str]
+    options: View, names: Sequence[str], asked: Sequence[str]
 ) -> tuple[tuple[str, ...], frozenset[str]]:
     """The columns that rows are read with, and which of them a batch does not show.
 
@@ -135,7 +57,7 @@ def columns_to_read(
         ConfigError: a column that becomes codes does not exist.
     """
     codes = coded(options)
-    unknown = [name for name in (*codes, *options.get("join", {})) if name not in names]
+    unknown = [name for name in (*codes, *(options.join or {})) if name not in names]
     if unknown:
         raise ConfigError(f"no column {unknown[0]!r}; columns: {', '.join(names)}")
     read = tuple(name for name in (asked or names) if name not in codes)
@@ -146,9 +68,9 @@ def columns_to_read(
 
 
 def make_lookups(
-    options: Mapping[str, Any],
+    options: View,
     version: VersionNodes,
-    view: View,
+    view: SlotView,
     hidden: frozenset[str],
     *,
     ready_deadline_s: float,
@@ -156,7 +78,6 @@ def make_lookups(
     """The lookups that the options ask for; None without any.
 
     Args:
-        options: without problems.
         version: with the columns that are read.
         view: its rows must all have a row in the joined datasets.
         hidden: columns that are read and not shown.
@@ -170,7 +91,7 @@ def make_lookups(
     made: list[Lookup] = [
         _codes(column, rule, _values(column, version)) for column, rule in coded(options).items()
     ]
-    for key, other in options.get("join", {}).items():
+    for key, other in (options.join or {}).items():
         joined = other if isinstance(other, Join) else Join(other)
         made.append(_join(key, joined, version, view, ready_deadline_s))
     return Lookups(version.shards.layout, tuple(made), hidden) if made else None
@@ -200,7 +121,7 @@ def _codes(column: str, rule: Rule, found: pa.ChunkedArray) -> CodesLookup:
 
 
 def _join(
-    key: str, joined: Join, version: VersionNodes, view: View, ready_deadline_s: float
+    key: str, joined: Join, version: VersionNodes, view: SlotView, ready_deadline_s: float
 ) -> JoinLookup:
     other_key = joined.key or key
     other = replace(version, shards=_plan(joined, other_key, version, ready_deadline_s))
@@ -231,7 +152,7 @@ def _plan(joined: Join, other_key: str, version: VersionNodes, ready_deadline_s:
     """The shard map of the other dataset, with the columns that a batch gets."""
 
     def plan(columns: Sequence[str]) -> ShardMap:
-        return wait_for_plan(
+        return wait_for_shard_map(
             version.endpoint, joined.dataset, columns, ready_deadline_s, version.credentials
         )
 

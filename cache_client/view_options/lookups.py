@@ -17,6 +17,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from cache_client.job.arguments import are_names
 from cache_client.order.permutation import Int64Array
 from cache_client.reading.rows import Rows
 from cache_client.views.shared_array import SharedArray
@@ -27,6 +28,7 @@ Int32Array = npt.NDArray[np.int32]
 
 UNKNOWN: Final = 0
 """The code of nulls, and of values that a vocabulary lacks."""
+MAX_BUCKETS: Final = 2**31
 _MAX_CODES: Final = 2**31 - 1
 
 
@@ -140,6 +142,39 @@ class Frequent:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"{name} must be an integer of at least 1, got {value!r}")
+
+
+@dataclass(frozen=True)
+class Join:
+    """The dataset that a key looks rows up in.
+
+    Args:
+        dataset: its name.
+        key: its column with the values of the key; default: the same name.
+        columns: that a batch gets; default: all others.
+
+    Raises:
+        ConfigError: quotes every bad argument.
+    """
+
+    dataset: str
+    key: str | None = None
+    columns: Sequence[str] | None = None
+
+    def __post_init__(self) -> None:
+        problems = []
+        if not isinstance(self.dataset, str) or not self.dataset:
+            problems.append(f"dataset must be a name, got {self.dataset!r}")
+        if self.key is not None and (not isinstance(self.key, str) or not self.key):
+            problems.append(f"key must be the name of a column, got {self.key!r}")
+        if self.columns is not None and not (are_names(self.columns) and len(self.columns)):
+            problems.append(f"columns must be a list of names, got {self.columns!r}")
+        if problems:
+            raise ConfigError("Join: " + "; ".join(problems))
+
+
+Rule = str | int | Frequent | Vocabulary
+"""How a column becomes codes."""
 
 
 def sorted_vocabulary(found: pa.ChunkedArray) -> Vocabulary:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, NamedTuple, get_args
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,12 +18,10 @@ from cache_client.job.arguments import BatchFormat
 from cache_client.order.permutation import Int64Array
 from cache_client.reading.rows import Rows
 from cache_client.view_options.list_values import joined_lists
+from cache_client.views.packing import PackOutput
 from cache_client.views.view import Samples, joined_ranges
 from cache_protocol.errors import RequestError
 from cache_protocol.storage.layout import pool_matrix
-
-PackOutput = Literal["position_ids", "document_ids", "cu_seqlens", "labels"]
-PACK_OUTPUTS: tuple[PackOutput, ...] = get_args(PackOutput)
 
 IGNORED_LABEL: Final = -100
 """The label that `torch.nn.functional.cross_entropy` and transformers leave out of a loss."""

@@ -1,187 +1,45 @@
-"""Options of a job that make samples of several rows, or order rows by length.
+"""Samples of several rows, and rows ordered by length -> views and assemblers.
 
-It checks them and makes their views and assemblers: packed tokens, groups and windows, length
-buckets, padded lists.
+These are packed tokens, groups and windows, length buckets, and padded lists.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypedDict
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from cache_client.job.arguments import BatchFormat, are_names, flag_problems, integer_or_problem
+from cache_client.job.arguments import BatchFormat
 from cache_client.view_options.job_view import JobView
 from cache_client.view_options.list_values import LENGTHS, grouping, mask_of, padding_lists
-from cache_client.view_options.packed_batches import PACK_OUTPUTS, PackedAssembler, PackOutput
+from cache_client.view_options.options import View
+from cache_client.view_options.packed_batches import PackedAssembler
 from cache_client.views.groups import GroupsView, group_table, joint_key, window_ends
 from cache_client.views.length_buckets import LengthBucketsView
 from cache_client.views.packing import PackingView
 from cache_client.views.shared_array import SharedArray
-from cache_client.views.view import Shuffle, View, as_sql, codes_of, of_slots, quoted
+from cache_client.views.view import Shuffle, SlotView, as_sql, codes_of, of_slots, quoted
 from cache_protocol.errors import ConfigError
 from cache_protocol.storage.layout import Layout, numpy_dtype
 
-_MAX_LENGTH = 2**31 - 1
-_MAX_TOKEN = 2**63 - 1
-_DEFAULT_OUTPUTS: tuple[PackOutput, ...] = ("position_ids", "labels")
-_DEFAULT_BUCKET_ROWS = 1024
 _TOKENS_AT_ONCE = 2**18  # few calls a token
 
 
-class SequenceOptions(TypedDict, total=False):
-    """Samples of several rows, and rows ordered by length.
-
-    Attributes:
-        pack: a column of lists of integers, the tokens of a document; a batch has ``[B, L]`` of
-            them, int64, and no other column.
-        sequence_length: tokens L of a packed sequence.
-        cut_documents: True (the default): the stream of shuffled documents is cut every L tokens.
-            False: a document stays whole, unless it has more than L tokens.
-        pad_token: in places of a sequence without a token; default: 0.
-        pack_outputs: what a batch has beside the tokens: some of ``position_ids``, ``labels``
-            (these two by default), ``document_ids`` and ``cu_seqlens``, with ``max_seqlen``.
-        label_mask: a column of lists of 0 and 1, beside the tokens: which tokens are labels.
-        label_column: a column of lists of labels, beside the tokens; default: the tokens.
-        group_by: a column, or several; the rows with the same values of them are one sample.
-        order_by: a column that orders the rows of a group; default: the order of the source, or of
-            ``subset``.
-        window: pair of length and stride; samples are so many rows of a group, every stride rows.
-        length_buckets: SQL of the length of a row, such as ``array_length(tokens)``: steps have
-            rows of similar lengths.
-        bucket_rows: rows among which lengths are similar; default: 1024. Give a multiple of
-            ``world_size * batch_size``.
-        pad_lists: column of lists -> the value that pads it to the longest list of a batch.
-    """
-
-    pack: str
-    sequence_length: int
-    cut_documents: bool
-    pad_token: int
-    pack_outputs: Sequence[PackOutput]
-    label_mask: str
-    label_column: str
-    group_by: str | Sequence[str]
-    order_by: str
-    window: tuple[int, int]
-    length_buckets: str
-    bucket_rows: int
-    pad_lists: Mapping[str, float]
-
-
-_NEEDS = {
-    "pack": ("sequence_length", "cut_documents", "pad_token", "pack_outputs", "label_mask",
-             "label_column"),
-    "group_by": ("order_by", "window"),
-    "length_buckets": ("bucket_rows",),
-}  # fmt: skip
-
-
-def sequence_problems(
-    options: Mapping[str, Any], *, batch_format: object, stacks: bool
-) -> list[str]:
-    """The problems of the options that need no node; each is quoted."""
-    problems = [
-        f"{name} needs {main}, got {options[name]!r}"
-        for main, others in _NEEDS.items()
-        for name in others
-        if name in options and main not in options
-    ]
-    for name in ("pack", "label_mask", "label_column", "order_by", "length_buckets"):
-        if name in options and not (isinstance(options[name], str) and options[name].strip()):
-            problems.append(f"{name} must be a text, got {options[name]!r}")
-    used = [name for name in _NEEDS if name in options]
-    if len(used) > 1:
-        problems.append(f"{' and '.join(used)} exclude each other: give one of them")
-    if "pack" in options:
-        problems += _pack_problems(options, batch_format, stacks)
-    if "group_by" in options:
-        by = options["group_by"]
-        names = [by] if isinstance(by, str) else by
-        if not are_names(names) or not len(names) or not all(name.strip() for name in names):
-            problems.append(f"group_by must be a column or a list of columns, got {by!r}")
-        problems += _format_problems("group_by", batch_format, "torch", "numpy", "arrow")
-    if "window" in options:
-        problems += _window_problems(options["window"])
-    integer_or_problem(problems, "bucket_rows", options.get("bucket_rows", 1), 1, _MAX_LENGTH)
-    if "pad_lists" in options:
-        problems += _padding_problems(options, batch_format)
-    return problems
-
-
-def _pack_problems(options: Mapping[str, Any], batch_format: object, stacks: bool) -> list[str]:
-    problems: list[str] = []
-    if "sequence_length" not in options:
-        problems.append("pack needs sequence_length, the tokens of a sequence")
-    length = options.get("sequence_length", 1)
-    integer_or_problem(problems, "sequence_length", length, 1, _MAX_LENGTH)
-    pad_token = options.get("pad_token", 0)
-    integer_or_problem(problems, "pad_token", pad_token, -_MAX_TOKEN - 1, _MAX_TOKEN)
-    problems += flag_problems("cut_documents", options.get("cut_documents", True))
-    outputs = options.get("pack_outputs", _DEFAULT_OUTPUTS)
-    if not are_names(outputs) or not set(outputs) <= set(PACK_OUTPUTS):
-        problems.append(f"pack_outputs must be some of {', '.join(PACK_OUTPUTS)}, got {outputs!r}")
-    elif "labels" not in outputs:
-        problems += [
-            f"{name} needs pack_outputs with 'labels', got {outputs!r}"
-            for name in ("label_mask", "label_column")
-            if name in options
-        ]
-    if "label_mask" in options and "label_column" in options:
-        problems.append("label_mask and label_column exclude each other: give one of them")
-    problems += _format_problems("pack", batch_format, "torch", "numpy")
-    others = [name for name in ("codes", "join") if name in options] + ["stack"] * stacks
-    return problems + [
-        f"pack and {name} exclude each other: a batch has no other column" for name in others
-    ]
-
-
-def _window_problems(window: object) -> list[str]:
-    problems: list[str] = []
-    if not isinstance(window, Sequence) or isinstance(window, str) or len(window) != 2:
-        return [f"window must be a pair of length and stride, got {window!r}"]
-    integer_or_problem(problems, "the length of window", window[0], 1, _MAX_LENGTH)
-    integer_or_problem(problems, "the stride of window", window[1], 1, _MAX_LENGTH)
-    return problems
-
-
-def _padding_problems(options: Mapping[str, Any], batch_format: object) -> list[str]:
-    padding = options["pad_lists"]
-    if not isinstance(padding, Mapping) or not all(
-        isinstance(name, str) and isinstance(value, int | float) for name, value in padding.items()
-    ):
-        return [f"pad_lists must be a dict from column to a number, got {padding!r}"]
-    problems = [
-        f"pad_lists and {name} exclude each other"
-        for name in ("pack", "group_by")
-        if name in options
-    ]
-    return problems + _format_problems("pad_lists", batch_format, "torch", "numpy")
-
-
-def _format_problems(option: str, batch_format: object, *known: str) -> list[str]:
-    if batch_format in known:
-        return []
-    return [f"{option} needs a batch_format of {', '.join(known)}, got {batch_format!r}"]
-
-
-def sequence_columns(options: Mapping[str, Any], columns: tuple[str, ...]) -> tuple[str, ...]:
+def sequence_columns(options: View, columns: tuple[str, ...]) -> tuple[str, ...]:
     """The columns that a job reads, of those that it asks for; empty: all.
 
     Raises:
         ConfigError: packed batches have other columns than those asked for.
     """
-    if "pack" not in options:
+    if options.pack is None:
         return columns
-    needed = (
-        options["pack"],
-        *(options[k] for k in ("label_mask", "label_column") if k in options),
-    )
+    beside = (options.label_mask, options.label_column)
+    needed = (options.pack, *(column for column in beside if column is not None))
     if not set(columns) <= set(needed):
         raise ConfigError(
             f"pack reads columns {list(needed)!r} only, got columns={list(columns)!r}"
@@ -190,8 +48,8 @@ def sequence_columns(options: Mapping[str, Any], columns: tuple[str, ...]) -> tu
 
 
 def make_sequences(
-    options: Mapping[str, Any],
-    inner: View,
+    options: View,
+    inner: SlotView,
     layout: Layout,
     *,
     shuffle: Shuffle,
@@ -201,7 +59,6 @@ def make_sequences(
     """The view and the assembler that the options ask for; without any, the inner view.
 
     Args:
-        options: without problems.
         inner: chooses rows; each slot has one.
         layout: of the columns that are read.
         shuffle: of the job.
@@ -212,18 +69,17 @@ def make_sequences(
         ConfigError: a column is not of lists of integers, or a length is no length; quotes it.
         RequestError: as `row_values`.
     """
-    if "pack" in options:
+    if options.pack is not None:
         return _packing(options, inner, layout, shuffle, batch_format, values)
-    if "group_by" in options:
+    if options.group_by is not None:
         return _groups(options, inner, values)
     made = JobView(inner)
-    if "length_buckets" in options:
-        sql = options["length_buckets"]
+    if options.length_buckets is not None:
+        sql = options.length_buckets
         lengths = _lengths(f"length_buckets={sql!r}", values(as_sql(sql, layout.logical.names)))
-        bucket_rows = options.get("bucket_rows", _DEFAULT_BUCKET_ROWS)
-        made = JobView(LengthBucketsView(inner, lengths, bucket_rows, shuffle, sql))
-    if "pad_lists" in options:
-        padding = dict(options["pad_lists"])
+        made = JobView(LengthBucketsView(inner, lengths, options.bucket_rows, shuffle, sql))
+    if options.pad_lists is not None:
+        padding = dict(options.pad_lists)
         for column, value in padding.items():
             _check_lists(layout, "pad_lists", column, floats=True)
             _check_padding(layout, column, value)
@@ -241,28 +97,29 @@ def sequences_at_once(sequence_length: int) -> int:
 
 
 def _packing(
-    options: Mapping[str, Any],
-    inner: View,
+    options: View,
+    inner: SlotView,
     layout: Layout,
     shuffle: Shuffle,
     batch_format: BatchFormat,
     values: Callable[[str], pa.ChunkedArray],
 ) -> JobView:
-    column = options["pack"]
-    for name in ("pack", "label_mask", "label_column"):
-        if name in options:
-            _check_lists(layout, name, options[name])
-    length = int(options["sequence_length"])
+    column, length = options.pack, options.sequence_length
+    assert column is not None and length is not None  # which the options say
+    beside = {"label_mask": options.label_mask, "label_column": options.label_column}
+    for name, each in {"pack": column, **beside}.items():
+        if each is not None:
+            _check_lists(layout, name, each)
     lengths = _lengths(f"pack={column!r}", values(f"array_length({quoted(column)})"))
-    view = PackingView(inner, lengths, length, options.get("cut_documents", True), shuffle, column)
+    view = PackingView(inner, lengths, length, options.cut_documents, shuffle, column)
     assemble = PackedAssembler(
         column,
         length,
-        int(options.get("pad_token", 0)),
-        tuple(options.get("pack_outputs", _DEFAULT_OUTPUTS)),
+        int(options.pad_token),
+        tuple(options.pack_outputs),
         batch_format,
-        options.get("label_mask"),
-        options.get("label_column"),
+        options.label_mask,
+        options.label_column,
     )
     return JobView(
         view,
@@ -278,13 +135,13 @@ def _without_converter(assemble: PackedAssembler, _: object) -> PackedAssembler:
 
 
 def _groups(
-    options: Mapping[str, Any],
-    inner: View,
+    options: View,
+    inner: SlotView,
     values: Callable[[str], pa.ChunkedArray],
 ) -> JobView:
-    by, order = options["group_by"], options.get("order_by")
-    names = [by] if isinstance(by, str) else list(by)
-    window = (int(options["window"][0]), int(options["window"][1])) if "window" in options else None
+    by, order = options.group_by, options.order_by
+    names = [by] if isinstance(by, str) else list(by or ())
+    window = None if options.window is None else (int(options.window[0]), int(options.window[1]))
     rows = inner.samples(np.arange(inner.num_slots(0)), 0).row_ids
     codes = [codes_of(f"group_by={name!r}", values(quoted(name))) for name in names]
     keys = joint_key([of_slots(each, inner) for each in codes])

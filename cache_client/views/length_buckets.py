@@ -18,7 +18,7 @@ from typing import Any, Final
 import numpy as np
 
 from cache_client.order.permutation import Int64Array, Permutation
-from cache_client.views.view import Epochs, Numbers, Samples, Shuffle, View
+from cache_client.views.view import Epochs, Numbers, Samples, Shuffle, SlotView
 
 WINDOW_BUCKETS: Final = 64
 _WINDOWS_KEPT: Final = 4
@@ -43,7 +43,7 @@ class LengthBucketsView:
     Thread-safety: immutable, but for a cache. Threads may make the same window twice.
     """
 
-    inner: View
+    inner: SlotView
     lengths: Numbers
     bucket_rows: int
     shuffle: Shuffle

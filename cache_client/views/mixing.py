@@ -374,13 +374,13 @@ class MixtureState:
     """What a state of a mixture has beside the position: a few numbers for each change of weights.
 
     Attributes:
-        plan: pairs of steps and weights, as the job gave them.
+        schedule: pairs of steps and weights, as the job gave them.
         steps: of an epoch, as the job gave them; None: ``stop`` says where a source ends.
         epoch_slots: of each epoch of so many steps, also with another batch size; None likewise.
         changes: of its `Mixing`.
     """
 
-    plan: tuple[tuple[int, tuple[int, ...]], ...]
+    schedule: tuple[tuple[int, tuple[int, ...]], ...]
     steps: int | None
     epoch_slots: int | None
     changes: tuple[Change, ...]
@@ -388,7 +388,7 @@ class MixtureState:
     def to_dict(self) -> dict[str, Any]:
         """The state as JSON types."""
         return {
-            "plan": [[step, list(weights)] for step, weights in self.plan],
+            "plan": [[step, list(weights)] for step, weights in self.schedule],
             "steps": self.steps,
             "epoch_slots": self.epoch_slots,
             "changes": [[c.slot, list(c.weights), list(c.counts)] for c in self.changes],
@@ -402,7 +402,7 @@ class MixtureState:
             ValueError: it is no such state; quotes it.
         """
         try:
-            plan = tuple(
+            schedule = tuple(
                 (checked_integer("step", step, 0), _numbers(weights, num_sources))
                 for step, weights in mapping["plan"]
             )
@@ -421,7 +421,7 @@ class MixtureState:
             if (steps is None) != (slots is None):
                 raise ValueError(f"steps={steps} and epoch_slots={slots} go together")
             found = cls(
-                plan,
+                schedule,
                 steps,
                 slots,
                 changes,

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from cache_client.order.permutation import Int64Array
 from cache_client.views.mixing import Mixing
-from cache_client.views.view import Epochs, IntArray, Samples, Shuffle, View
+from cache_client.views.view import Epochs, IntArray, Samples, Shuffle, SlotView
 from cache_protocol.storage.layout import pool_matrix
 
 _CHUNK_SLOTS: Final = 15_000  # their arrays stay in the processor's cache
@@ -33,7 +33,7 @@ class MixedSource:
     name: str
     fingerprint: str
     num_rows: int
-    view: View
+    view: SlotView
     shuffle: Shuffle
 
     def samples(self, slots: Int64Array, number: int) -> Samples:

@@ -14,12 +14,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, get_args
 
 import numpy as np
 
 from cache_client.order.permutation import Int64Array
-from cache_client.views.view import Epochs, Numbers, Samples, Shuffle, View, joined_ranges
+from cache_client.views.view import Epochs, Numbers, Samples, Shuffle, SlotView, joined_ranges
+
+PackOutput = Literal["position_ids", "document_ids", "cu_seqlens", "labels"]
+PACK_OUTPUTS: Final[tuple[PackOutput, ...]] = get_args(PackOutput)
 
 _APART: Final = 16  # sequences between two marks
 _DOCUMENTS_A_TIME: Final = 2**18  # of the pass over an epoch
@@ -85,7 +88,7 @@ class PackingView:
     Thread-safety: immutable, but for a cache. Threads may make the same marks twice.
     """
 
-    inner: View
+    inner: SlotView
     lengths: Numbers
     sequence_length: int
     cut: bool

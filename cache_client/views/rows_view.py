@@ -25,7 +25,7 @@ class RowsView:
     row ids have 32 bits. So a row takes 4 bytes.
 
     Args:
-        identity: see `View`.
+        identity: see `SlotView`.
         numbers: of all slots.
         firsts: the first row id of each block; int64.
         starts: the first slot of each block; int64, strictly ascending.
@@ -87,7 +87,7 @@ def rows_of_shards(
     """A view of rows in ascending order.
 
     Args:
-        identity: see `View`.
+        identity: see `SlotView`.
         numbers: of each shard: its rows, counted from its first one; ascending, uint32.
         firsts: the first row id of each shard; int64.
         num_rows: of the version.

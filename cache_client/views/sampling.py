@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cache_client.order.permutation import Int64Array, Permutation, splitmix64
-from cache_client.views.view import Epochs, Numbers, Samples, Shuffle, View
+from cache_client.views.view import Epochs, Numbers, Samples, Shuffle, SlotView
 
 # Of the largest weight, and of the sum: weights are whole numbers, so that sums are exact.
 _WEIGHT_BITS: Final = 31
@@ -37,7 +37,7 @@ class EpochRowsView:
         shuffle: of each pass.
     """
 
-    inner: View
+    inner: SlotView
     epoch_rows: int
     shuffle: Shuffle
     orders_rows: bool = True
@@ -85,7 +85,7 @@ class BalancedView:
         shuffle: whether classes and rows are permuted.
     """
 
-    inner: View
+    inner: SlotView
     rows: Numbers = field(repr=False)
     starts: Numbers = field(repr=False)
     name: str
@@ -174,7 +174,7 @@ class WeightedView:
         seed: of the draws, and of the order in which the rows lie.
     """
 
-    inner: View
+    inner: SlotView
     ends: Numbers = field(repr=False)
     name: str
     replacement: bool

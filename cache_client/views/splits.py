@@ -26,13 +26,7 @@ from cache_client.views.view import quoted
 NUM_HASHES: Final = 2**64
 _SALTS: Final = {"split": 0x2545F4914F6CDD1D, "fold": 0x9E6C63D0876A9A35}  # any odd numbers
 _ROUNDING: Final = Fraction(1, 10**9)
-
-TUPLE_PARTS: Final[Mapping[str, tuple[Fraction, Fraction]]] = {
-    "train": (Fraction(0), Fraction(8, 10)),
-    "val": (Fraction(8, 10), Fraction(9, 10)),
-    "test": (Fraction(9, 10), Fraction(1)),
-}
-"""The ranges that the parts of ``split=(name, fraction)`` begin in and never leave."""
+MOST_FOLDS: Final = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -84,12 +78,6 @@ def part_of(fractions: Mapping[str, float], part: str) -> HashRange:
     start, stop = sum(shares[:at], Fraction(0)), sum(shares[: at + 1], Fraction(0))
     is_end = at == len(shares) - 1 and is_whole(fractions)
     return HashRange("split", _bound(start), NUM_HASHES if is_end else _bound(stop))
-
-
-def tuple_part(name: str, fraction: float) -> HashRange:
-    """The range of ``split=(name, fraction)``: from the begin of its range in `TUPLE_PARTS`."""
-    start = TUPLE_PARTS[name][0]
-    return HashRange("split", _bound(start), _bound(start + as_fraction(fraction)))
 
 
 def fold_of(index: int, count: int, *, inside: bool = True) -> HashRange:

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from cache_client.order.load_log import LoadLog
+from cache_client.order.load_log import GroupLog
 from cache_client.order.order import EpochOrder
 from cache_client.order.permutation import Int64Array
 from cache_protocol.errors import ConfigError
@@ -104,7 +104,7 @@ class Numbers(Protocol):
     def __len__(self) -> int: ...
 
 
-class View(Protocol):
+class SlotView(Protocol):
     """Slots -> rows of one version.
 
     Thread-safety: immutable; instances are pickled into DataLoader workers.
@@ -173,7 +173,7 @@ class Shuffle:
     seed: int = 0
 
     def order(
-        self, view: View, epoch: int, skipped: tuple[tuple[int, int], ...] = ()
+        self, view: SlotView, epoch: int, skipped: tuple[tuple[int, int], ...] = ()
     ) -> EpochOrder:
         """The order of a view's slots in an epoch, left as it is if the view orders them.
 
@@ -231,7 +231,7 @@ def as_sql(text: str, columns: Collection[str]) -> str:
     return quoted(text) if text in columns or _COLUMN.fullmatch(text) else text
 
 
-def of_slots(found: pa.ChunkedArray, inner: View) -> pa.Array:
+def of_slots(found: pa.ChunkedArray, inner: SlotView) -> pa.Array:
     """The value of each slot.
 
     Args:
@@ -273,7 +273,7 @@ class LoggedView:
         log: as far as it is known.
     """
 
-    log: LoadLog
+    log: GroupLog
     num_bytes: int = 0
     orders_rows: bool = False
     epochs: Epochs = "same rows"

@@ -1,7 +1,7 @@
 """Writes rows into a cache: partitions are put to nodes, then committed together.
 
 A `Write` can be pickled: an engine sends it to its tasks, and commits what they put. Knows Flight
-only through `Connection`, and the coordinator only through the client.
+only through `NodeConnection`, and the coordinator only through `WriteEnds`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeVar
 import pyarrow as pa
 from tenacity import Retrying, retry_if_exception_type, stop_after_attempt
 
-from cache_client.flight.connections import Connection
+from cache_client.flight.connections import NodeConnection
 from cache_client.flight.streams import PutStream
 from cache_client.reading.fetch_ahead import fetch_ahead
 from cache_client.writing.arrow_sources import ArrowSource, arrow_source, plain_batch, slices
@@ -70,9 +70,9 @@ class PartitionAck:
 
 
 class WriteEnds(Protocol):
-    """Ends writes: a `CacheClient`."""
+    """Ends writes; can be pickled."""
 
-    def commit_write(
+    def commit(
         self,
         write: Write,
         chosen: Sequence[pb.ChosenAttempt],
@@ -83,7 +83,7 @@ class WriteEnds(Protocol):
     ) -> Any:
         """Commits; returns the `DatasetInfo`."""
 
-    def abort_write(self, write: Write) -> None:
+    def abort(self, write: Write) -> None:
         """Aborts."""
 
 
@@ -99,7 +99,7 @@ class Write:
         target_shard_bytes: of a shard.
         locations: of the nodes to put rows to.
         credentials: shown to nodes.
-        client: that began it.
+        ends: commits or aborts it.
     """
 
     name: str
@@ -109,7 +109,7 @@ class Write:
     target_shard_bytes: int
     locations: tuple[str, ...]
     credentials: Credentials
-    client: WriteEnds
+    ends: WriteEnds
 
     def __repr__(self) -> str:
         return f"Write({self.name!r}, write_id={self.write_id!r})"
@@ -181,13 +181,13 @@ class Write:
             else pb.ChosenAttempt(partition=partition, attempt=ack)
             for partition, ack in sorted(attempts.items())
         ]
-        return self.client.commit_write(
+        return self.ends.commit(
             self, chosen, wait=wait, timeout_s=timeout_s, on_progress=on_progress
         )
 
     def abort(self) -> None:
         """Drops everything that was put. A write that has ended stays as it is."""
-        self.client.abort_write(self)
+        self.ends.abort(self)
 
     def give_up(self) -> None:
         """Aborts after an error; logs why a cache did not: it drops the rows later."""
@@ -240,7 +240,7 @@ class Write:
 
     def _put_to(
         self,
-        connection: Connection,
+        connection: NodeConnection,
         partition: int,
         attempt: int,
         groups: Iterable[list[pa.RecordBatch]],
@@ -289,7 +289,7 @@ class _Connections:
 
     def __init__(self, credentials: Credentials) -> None:
         self._credentials = credentials
-        self._idle: dict[str, deque[Connection]] = {}
+        self._idle: dict[str, deque[NodeConnection]] = {}
         self._is_closed = False
 
     def __enter__(self) -> _Connections:
@@ -305,14 +305,14 @@ class _Connections:
         """A connection for one put."""
         return _Use(self, location)
 
-    def take(self, location: str) -> Connection:
+    def take(self, location: str) -> NodeConnection:
         """An idle connection, or a new one."""
         try:
             return self._idle.setdefault(location, deque()).pop()
         except IndexError:
-            return Connection(location, self._credentials)
+            return NodeConnection(location, self._credentials)
 
-    def give_back(self, connection: Connection) -> None:
+    def give_back(self, connection: NodeConnection) -> None:
         """Keeps a connection for the next put."""
         if self._is_closed:  # an interrupt left this put behind
             connection.close()
@@ -327,7 +327,7 @@ class _Use:
         self._connections = connections
         self._location = location
 
-    def __enter__(self) -> Connection:
+    def __enter__(self) -> NodeConnection:
         self._connection = self._connections.take(self._location)
         return self._connection
 

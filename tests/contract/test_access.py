@@ -24,6 +24,7 @@ from grpc_health.v1 import health_pb2
 from cache_client import (
     CacheClient,
     CacheIterableDataset,
+    Connection,
     DatasetNotFoundError,
     DatasetSpec,
     PermissionDeniedError,
@@ -44,6 +45,7 @@ from tests.answering_control import answering_control
 from tests.conftest import write_numbered
 from tests.control_clients import open_channel
 from tests.flight_clients import connect
+from tests.job_arguments import grouped
 
 TIMEOUT_S = 60.0
 ROWS = 100
@@ -103,7 +105,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def client(server: CacheServer, name: str) -> CacheClient:
-    return CacheClient(server.endpoints.flight_location, token=token(name))
+    return CacheClient(Connection(server.endpoints.flight_location, token=token(name)))
 
 
 # -- every verb --------------------------------------------------------------------------------
@@ -271,9 +273,16 @@ def shared(server: CacheServer, source: Path) -> Shared:
 
 def rows_of(server: CacheServer, name: str, dataset: str, **settings: Any) -> list[int]:
     found = CacheIterableDataset(
-        dataset, endpoint=server.endpoints.flight_location, batch_size=30, token=token(name),
-        rank=0, world_size=1, columns=["row"], **settings,
-    )  # fmt: skip
+        dataset,
+        **grouped(
+            cache=Connection(server.endpoints.flight_location, token=token(name)),
+            batch_size=30,
+            rank=0,
+            world_size=1,
+            columns=["row"],
+            **settings,
+        ),
+    )
     return [int(row) for batch in found for row in batch["row"]]
 
 
@@ -348,7 +357,7 @@ def test_only_its_own_team_puts_rows_to_a_write_commits_it_and_aborts_it(
     stolen = replace(
         write,
         name="team-a/written",
-        client=client(server, "bob"),
+        ends=client(server, "bob").begin_write("written", rows.schema).ends,
         credentials=Credentials(token("bob")),
     )
 

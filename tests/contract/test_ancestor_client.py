@@ -22,7 +22,7 @@ NUM_ROWS = 1003
 @pytest.fixture(scope="module")
 def alone() -> Iterator[LocalCluster]:
     """A cache in which these tests alone load datasets: the ancestor knows no names."""
-    with LocalCluster(num_nodes=2, insecure=True) as cluster:
+    with LocalCluster(nodes=2, insecure=True) as cluster:
         yield cluster
 
 

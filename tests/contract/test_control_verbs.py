@@ -14,7 +14,7 @@ import pyarrow as pa
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from cache_client import CacheClient
+from cache_client import CacheClient, Connection
 from cache_protocol.errors import (
     CacheError,
     ConfigError,
@@ -593,7 +593,7 @@ def _collect(statuses: Any, seen: list[int]) -> None:
 def test_whoever_takes_one_port_of_a_node_for_the_other_is_told(cluster: LocalCluster) -> None:
     node = cluster.nodes[0]
     with pytest.raises(ConfigError, match="does not serve Arrow Flight: give the Flight port"):
-        CacheClient(f"grpc://{node.control_location}", timeout_s=10).datasets()
+        CacheClient(Connection(f"grpc://{node.control_location}", deadline_s=10)).datasets()
 
     flight_location = node.endpoint.removeprefix("grpc://")
     with (

@@ -136,13 +136,14 @@ def make_job(cluster: Cluster) -> MakeJob:
 # Reads one epoch over the network, as trainers on other machines do.
 TRAIN = """
 import json, os, pathlib, time
-from cache_client import CacheIterableDataset
+from cache_client import CacheIterableDataset, Connection, Reading
 from cache_client.job.ranks import find_rank
 
 rank = find_rank()
 print(json.dumps({"pid": os.getpid()}), flush=True)
 dataset = CacheIterableDataset(
-    "rows", batch_size=50, shuffle=True, local=False, prefetch_batches=1
+    "rows", cache=Connection(local=False), batch_size=50, shuffle=True,
+    reading=Reading(prefetch_batches=1),
 )
 ids = []
 for step, batch in enumerate(dataset):

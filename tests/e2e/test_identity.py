@@ -20,7 +20,7 @@ Json = dict[str, Any]
 # What a caller gets for each of these calls, or the name of the error.
 ASK = """
 import json, os
-from cache_client import CacheClient, CacheDataset, CacheError
+from cache_client import CacheClient, CacheDataset, CacheError, Connection
 
 def outcome(call):
     try:
@@ -31,7 +31,7 @@ def outcome(call):
 client = CacheClient()
 print(json.dumps({
     "names": outcome(lambda: [info.name for info in client.datasets()]),
-    "rows": outcome(lambda: len(CacheDataset(os.environ["ASKED"], local=False))),
+    "rows": outcome(lambda: len(CacheDataset(os.environ["ASKED"], cache=Connection(local=False)))),
     "drop": outcome(lambda: client.drop(os.environ["ASKED"])),
 }), flush=True)
 """

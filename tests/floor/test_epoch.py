@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from cache_client import CacheClient, CacheDataset, CacheIterableDataset
+from cache_client import CacheClient, CacheDataset, CacheIterableDataset, Connection
 from tests.conftest import write_numbered
 
 SERVER_PYTHON = os.environ.get("SERVER_PYTHON")
@@ -44,9 +44,8 @@ def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.mark.parametrize("local", [True, False], ids=["files", "flight"])
 def test_a_shuffled_epoch_brings_every_row_once(endpoint: str, local: bool) -> None:
     dataset = CacheIterableDataset(
-        "table", endpoint=endpoint, batch_size=64, rank=0, world_size=1,
-        shuffle=True, seed=3, local=local,
-    )  # fmt: skip
+        "table", cache=Connection(endpoint, local=local), batch_size=64, rank=0, world_size=1,
+        shuffle=True, seed=3)  # fmt: skip
     rows = []
     for batch in dataset:
         row = batch["row"].numpy()
@@ -64,4 +63,4 @@ def test_rows_by_number_and_the_description_are_read(endpoint: str) -> None:
     info = CacheClient(endpoint).describe("table")
     assert info.num_rows == NUM_ROWS
     assert info.num_shards > 2
-    assert CacheDataset("table", endpoint=endpoint)[NUM_ROWS - 1]["text"] == f"row {NUM_ROWS - 1}"
+    assert CacheDataset("table", cache=endpoint)[NUM_ROWS - 1]["text"] == f"row {NUM_ROWS - 1}"

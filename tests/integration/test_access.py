@@ -19,6 +19,7 @@ from cache_client import (
     CacheDataset,
     CacheIterableDataset,
     ConfigError,
+    Connection,
     NodeUnavailableError,
     UnauthenticatedError,
 )
@@ -114,9 +115,14 @@ def test_an_epoch_over_tls_with_replicas_and_workers_has_every_row_once(
     trainer: SecureCache, forked_workers: None, method: str, workers: int
 ) -> None:
     dataset = CacheIterableDataset(
-        "table", endpoint=trainer.endpoint, batch_size=16, shuffle=True, columns=["row"],
-        local=False, rank=0, world_size=1,
-    )  # fmt: skip
+        "table",
+        cache=Connection(trainer.endpoint, local=False),
+        batch_size=16,
+        shuffle=True,
+        columns=["row"],
+        rank=0,
+        world_size=1,
+    )
     context = method if workers else None
     loader = dataset.loader(num_workers=workers, multiprocessing_context=context)
 
@@ -131,7 +137,7 @@ def test_an_epoch_over_tls_with_replicas_and_workers_has_every_row_once(
 def test_a_token_that_is_rotated_during_an_epoch_is_used_for_its_next_calls(
     trainer: SecureCache,
 ) -> None:
-    with CacheDataset("table", endpoint=trainer.endpoint, local=False) as dataset:
+    with CacheDataset("table", cache=Connection(trainer.endpoint, local=False)) as dataset:
         assert int(dataset[7]["row"]) == 7
         trainer.tokens.write_text("wrong-token")
         with pytest.raises(UnauthenticatedError, match="not known"):
@@ -160,7 +166,7 @@ def test_a_caller_without_a_certificate_or_of_another_authority_gets_no_connecti
         monkeypatch.setenv("CACHE_TLS_CERT", own[0])
         monkeypatch.setenv("CACHE_TLS_KEY", own[1])
         with pytest.raises(NodeUnavailableError):
-            CacheClient(trainer.endpoint, timeout_s=5).datasets()
+            CacheClient(Connection(trainer.endpoint, deadline_s=5)).datasets()
     with (
         pytest.raises(grpc.RpcError),
         grpc.insecure_channel(
@@ -228,7 +234,7 @@ def test_a_local_cluster_has_a_token_that_only_its_user_finds() -> None:
         assert not mode & 0o077
         assert cluster.token not in cluster.nodes[0].log_tail()
         with pytest.raises(UnauthenticatedError):
-            CacheClient(cluster.endpoint, token="guessed").datasets()
+            CacheClient(Connection(cluster.endpoint, token="guessed")).datasets()
         assert CacheClient(cluster.endpoint).datasets() == []
         endpoint = cluster.endpoint
     assert find_token(endpoint) is None
@@ -249,7 +255,7 @@ def test_bad_credentials_are_named_and_never_quoted(
         ({"tls_ca": "/nowhere"}, "cannot read /nowhere"),
     ):
         with pytest.raises(ConfigError, match=words) as caught:
-            CacheClient(here, **settings)  # type: ignore[arg-type]
+            CacheClient(Connection(here, **settings))  # type: ignore[arg-type]
         assert "s3" not in str(caught.value)
     monkeypatch.setenv("CACHE_TLS_CERT", str(spaced))
     with pytest.raises(ConfigError, match="tls_cert and tls_key"):

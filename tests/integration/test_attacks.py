@@ -13,7 +13,7 @@ import psutil
 import pyarrow.flight as flight
 import pytest
 
-from cache_client import CacheClient, CacheIterableDataset, DatasetSpec
+from cache_client import CacheClient, CacheIterableDataset, Connection, DatasetSpec
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.v1 import cache_pb2_grpc
 from cache_server.coordination.members import membership
@@ -55,7 +55,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalNode]:
     running = LocalNode(directory / "node", arguments, token("node"))
     try:
         running.start()
-        writer = CacheClient(running.endpoint, token=token("writer"))
+        writer = CacheClient(Connection(running.endpoint, token=token("writer")))
         writer.load(DatasetSpec("t", source, target_shard_bytes=1))
         writer.load(DatasetSpec("shared", source, readers=("*",)))
         yield running
@@ -65,9 +65,11 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalNode]:
 
 def rows(node: LocalNode, *, local: bool = False) -> list[int]:
     dataset = CacheIterableDataset(
-        "t", batch_size=100, endpoint=node.endpoint, columns=["row"], local=local,
-        token=token("reader"),
-    )  # fmt: skip
+        "t",
+        batch_size=100,
+        cache=Connection(node.endpoint, local=local, token=token("reader")),
+        columns=["row"],
+    )
     return [row for batch in dataset for row in batch["row"].tolist()]
 
 
@@ -98,7 +100,7 @@ def test_only_the_token_of_a_node_sends_heartbeats(node: LocalNode) -> None:
 
 
 def test_heartbeats_of_a_stolen_token_stop_no_reader(node: LocalNode, control: str) -> None:
-    admin = CacheClient(node.endpoint, token=token("admin"))
+    admin = CacheClient(Connection(node.endpoint, token=token("admin")))
     info = admin.describe("t")
     lie = false_node(control_location=control)
     claim = lie.datasets.add(dataset="t", fingerprint=info.fingerprint, attempt=0)
@@ -145,7 +147,7 @@ def test_a_file_that_is_cut_in_place_costs_no_row(node: LocalNode) -> None:
 def test_a_node_that_does_not_answer_at_its_address_takes_no_place(
     node: LocalNode, control: str, tmp_path: Path
 ) -> None:
-    admin = CacheClient(node.endpoint, token=token("admin"))
+    admin = CacheClient(Connection(node.endpoint, token=token("admin")))
     lives = {n.id for n in admin.nodes() if n.alive}
     for fields, code in (
         ({}, grpc.StatusCode.INVALID_ARGUMENT),
@@ -193,7 +195,7 @@ def report(node: LocalNode, given: str, **fields: object) -> str:
 
 
 def jobs(node: LocalNode, given: str) -> dict[str, pb.JobInfo]:
-    found = CacheClient(node.endpoint, token=token(given)).jobs(audits=True)
+    found = CacheClient(Connection(node.endpoint, token=token(given))).jobs(audits=True)
     return {job.name: job for job in found}
 
 
@@ -244,5 +246,5 @@ def test_a_flood_of_reports_pushes_out_nothing_of_another_namespace(
     assert len(jobs(node, "stranger")) <= 128
     kept = jobs(node, "reader")[name]
     assert kept.live and [entry.run for entry in kept.audits] == ["r"]
-    (named,) = CacheClient(node.endpoint, token=token("reader")).jobs(name)
+    (named,) = CacheClient(Connection(node.endpoint, token=token("reader"))).jobs(name)
     assert named.num_ranks == 1

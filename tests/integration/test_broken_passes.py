@@ -17,7 +17,13 @@ import numpy as np
 import psutil
 import pytest
 
-from cache_client import CacheClient, CacheIterableDataset, DatasetSpec, NodeUnavailableError
+from cache_client import (
+    CacheClient,
+    CacheIterableDataset,
+    Connection,
+    DatasetSpec,
+    NodeUnavailableError,
+)
 from cache_client.order import order as ordering
 from cache_client.reading import node_streams, shard_maps
 from cache_client.reading import reader as reading_reader
@@ -25,6 +31,7 @@ from cache_server import LocalCluster
 from cache_server.local import LocalNode
 from tests import forked_python
 from tests.conftest import load_everywhere, write_numbered
+from tests.job_arguments import grouped
 from tests.waiting import suspend, wait_until
 
 ROWS, FILES = 2_000, 8  # each file becomes a shard
@@ -39,7 +46,7 @@ def source(tmp_path: Path) -> Path:
 @pytest.fixture
 def nodes() -> Iterator[LocalCluster]:
     """Two nodes that a test may break; the first is the coordinator."""
-    with LocalCluster(num_nodes=2, insecure=True) as running:
+    with LocalCluster(nodes=2, insecure=True) as running:
         yield running
 
 
@@ -56,10 +63,11 @@ def dataset(nodes: LocalCluster, **arguments: object) -> CacheIterableDataset:
     }
     return CacheIterableDataset(
         "table",
-        endpoint=nodes.endpoint,
-        columns=["row"],
-        deadline_s=DEADLINE_S,
-        **{**defaults, **arguments},  # type: ignore[arg-type]
+        **grouped(
+            cache=Connection(nodes.endpoint, deadline_s=DEADLINE_S),
+            columns=["row"],
+            **{**defaults, **arguments},
+        ),
     )
 
 
@@ -101,7 +109,7 @@ def test_a_node_that_hangs_has_no_other_one_passed_over(
     nodes: LocalCluster, source: Path, position: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     load(nodes, source, replicas=2)
-    shards = shard_maps.wait_for_plan(nodes.endpoint, "table", ["row"], DEADLINE_S)
+    shards = shard_maps.wait_for_shard_map(nodes.endpoint, "table", ["row"], DEADLINE_S)
     hanging = shards.nodes[position]
     node = next(node for node in nodes.nodes if node.node_id == hanging.id)
     with reading_reader.Reader(
@@ -122,7 +130,7 @@ def test_windows_that_were_asked_ahead_of_a_node_that_hangs_do_not_ask_it_again(
     nodes: LocalCluster, source: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     load(nodes, source, replicas=2)
-    shards = shard_maps.wait_for_plan(nodes.endpoint, "table", ["row"], DEADLINE_S)
+    shards = shard_maps.wait_for_shard_map(nodes.endpoint, "table", ["row"], DEADLINE_S)
     node = next(node for node in nodes.nodes if node.node_id == shards.nodes[1].id)
     with reading_reader.Reader(
         nodes.endpoint, shards, columns=("row",), deadline_s=DEADLINE_S
@@ -141,9 +149,9 @@ def test_windows_that_were_asked_ahead_of_a_node_that_hangs_do_not_ask_it_again(
 
 
 def test_nodes_that_hang_at_once_are_waited_for_together(source: Path) -> None:
-    with LocalCluster(num_nodes=4, insecure=True) as four:
+    with LocalCluster(nodes=4, insecure=True) as four:
         load(four, source, replicas=4)
-        shards = shard_maps.wait_for_plan(four.endpoint, "table", ["row"], DEADLINE_S)
+        shards = shard_maps.wait_for_shard_map(four.endpoint, "table", ["row"], DEADLINE_S)
         hanging = four.nodes[1:]
         with reading_reader.Reader(
             four.endpoint, shards, columns=("row",), deadline_s=4 * DEADLINE_S
@@ -165,7 +173,7 @@ def test_a_node_that_was_not_asked_as_others_hang_is_not_passed_over(
 ) -> None:
     load(nodes, source, replicas=2)
     monkeypatch.setattr(node_streams, "_MAX_OPENED_AT_ONCE", 1)
-    shards = shard_maps.wait_for_plan(nodes.endpoint, "table", ["row"], DEADLINE_S)
+    shards = shard_maps.wait_for_shard_map(nodes.endpoint, "table", ["row"], DEADLINE_S)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         hangs = replace(shards.nodes[0], location=f"grpc://127.0.0.1:{silent.getsockname()[1]}")
         shards = replace(shards, nodes=(hangs, *shards.nodes[1:]))
@@ -209,7 +217,7 @@ def test_a_node_that_comes_back_is_asked_again_by_who_went_on_without_it(
     nodes: LocalCluster, source: Path
 ) -> None:
     load(nodes, source, replicas=2)
-    shards = shard_maps.wait_for_plan(nodes.endpoint, "table", ["row"], DEADLINE_S)
+    shards = shard_maps.wait_for_shard_map(nodes.endpoint, "table", ["row"], DEADLINE_S)
     with reading_reader.Reader(nodes.endpoint, shards, columns=("row",)) as reader:
         nodes.nodes[1].kill()
         reader.fetch(np.arange(ROWS))
@@ -293,7 +301,7 @@ rank, endpoint, file = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 torch.distributed.init_process_group(
     "gloo", init_method=f"file://{file}", rank=rank, world_size=2
 )
-dataset = CacheIterableDataset("table", endpoint=endpoint, batch_size=64, columns=["row"])
+dataset = CacheIterableDataset("table", cache=endpoint, batch_size=64, columns=["row"])
 print(dataset.rank, dataset.world_size, sum(len(batch["row"]) for batch in dataset))
 """
 

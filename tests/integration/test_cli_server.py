@@ -467,7 +467,7 @@ def test_a_local_cache_whose_spec_is_bad_says_why_in_one_line_and_leaves_nothing
 
 
 def test_a_local_cache_of_no_nodes_or_an_odd_limit_is_refused_with_78() -> None:
-    assert "num_nodes must be at least 1, got 0" in refused("local", "--nodes", "0", code=78)
+    assert "nodes must be at least 1, got 0" in refused("local", "--nodes", "0", code=78)
     assert "'lots'" in refused("local", "--memory-limit", "lots", code=78)
 
 
@@ -478,7 +478,7 @@ def test_every_bad_setting_of_a_local_cache_is_named_at_once() -> None:
         code=78,
     )
 
-    for quote in ("num_nodes must be at least 1, got 0", "'lots'", "'loud'", "/not/there.yaml"):
+    for quote in ("nodes must be at least 1, got 0", "'lots'", "'loud'", "/not/there.yaml"):
         assert quote in line
 
 

@@ -62,7 +62,7 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 def test_a_call_that_runs_when_its_connection_is_closed_still_gets_its_answer(
     server: SlowServer, pool: ThreadPoolExecutor
 ) -> None:
-    connection = connections.Connection(f"grpc://127.0.0.1:{server.port}")
+    connection = connections.NodeConnection(f"grpc://127.0.0.1:{server.port}")
     call = pool.submit(connection.coordinator, WAIT_S)
     assert server.asked.wait(WAIT_S)
 
@@ -80,7 +80,7 @@ def test_a_call_that_runs_when_its_connection_is_closed_still_gets_its_answer(
 def test_a_receive_that_runs_when_its_stream_is_closed_is_broken_off_at_once(
     server: SlowServer, pool: ThreadPoolExecutor
 ) -> None:
-    with connections.Connection(f"grpc://127.0.0.1:{server.port}") as connection:
+    with connections.NodeConnection(f"grpc://127.0.0.1:{server.port}") as connection:
         stream = connection.open_gather("table", "", (), WAIT_S)
         receive = pool.submit(stream.receive, 1)
         assert server.asked.wait(WAIT_S)
@@ -97,7 +97,7 @@ def test_a_stream_that_opens_too_late_is_refused_and_closed_once_it_is_open(
     let_open = threading.Event()
     opened: list[flight_streams.GatherStream] = []
 
-    def open_late(connection: connections.Connection) -> flight_streams.GatherStream:
+    def open_late(connection: connections.NodeConnection) -> flight_streams.GatherStream:
         assert let_open.wait(WAIT_S)
         opened.append(connection.open_gather("table", "", (), WAIT_S))
         return opened[0]
@@ -118,7 +118,7 @@ def test_streams_that_are_being_opened_are_waited_for_no_longer_once_all_is_clos
 ) -> None:
     asked, let_open = threading.Event(), threading.Event()
 
-    def open_never(connection: connections.Connection) -> flight_streams.GatherStream:
+    def open_never(connection: connections.NodeConnection) -> flight_streams.GatherStream:
         asked.set()
         assert let_open.wait(WAIT_S)
         raise NodeUnavailableError("never")
@@ -139,7 +139,7 @@ def test_nodes_that_were_not_asked_as_others_hang_are_told_from_those(
     monkeypatch.setattr(node_streams, "_MAX_OPENED_AT_ONCE", 1)
     let_open = threading.Event()
 
-    def open_late(connection: connections.Connection) -> flight_streams.GatherStream:
+    def open_late(connection: connections.NodeConnection) -> flight_streams.GatherStream:
         assert let_open.wait(WAIT_S)
         raise NodeUnavailableError("never")
 
@@ -164,7 +164,7 @@ def test_a_stream_that_breaks_while_it_is_opened_is_closed(
         raise NodeUnavailableError("broke")
 
     monkeypatch.setattr(flight_streams.GatherStream, "begin", begin)
-    with connections.Connection(f"grpc://127.0.0.1:{server.port}") as connection:
+    with connections.NodeConnection(f"grpc://127.0.0.1:{server.port}") as connection:
         with pytest.raises(NodeUnavailableError, match="broke"):
             connection.open_gather("table", "", (), WAIT_S)
         assert not broken[0].is_fresh
@@ -177,7 +177,10 @@ def test_a_connection_that_is_never_made_is_given_up_before_the_time_of_its_call
     with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts, and never says a word
         location = f"grpc://127.0.0.1:{silent.getsockname()[1]}"
         begun = time.monotonic()
-        with connections.Connection(location) as connection, pytest.raises(NodeUnavailableError):
+        with (
+            connections.NodeConnection(location) as connection,
+            pytest.raises(NodeUnavailableError),
+        ):
             connection.open_gather("table", "", (), 10 * WAIT_S)
     assert time.monotonic() - begun < 2 * WAIT_S
 
@@ -207,7 +210,7 @@ def test_streams_that_are_given_back_are_taken_again_and_closed_with_the_rest(
 def test_a_fork_waits_for_a_running_call_and_closes_the_connection_behind_it(
     server: SlowServer, pool: ThreadPoolExecutor
 ) -> None:
-    connection = connections.Connection(f"grpc://127.0.0.1:{server.port}")
+    connection = connections.NodeConnection(f"grpc://127.0.0.1:{server.port}")
     call = pool.submit(connection.coordinator, WAIT_S)
     assert server.asked.wait(WAIT_S)
     threading.Timer(0.1, server.answer.set).start()
@@ -226,7 +229,7 @@ def test_a_schema_or_a_lease_that_is_refused_says_why_and_shows_no_traceback(
     cluster: LocalCluster, client: CacheClient, dataset_name: str, tmp_path: Path
 ) -> None:
     info = client.load(DatasetSpec(dataset_name, write_numbered(tmp_path, 10)))
-    with connections.Connection(
+    with connections.NodeConnection(
         cluster.endpoint, ranks.find_credentials(cluster.endpoint)
     ) as connection:
         for call in (connection.read_schema, connection.renew_lease):

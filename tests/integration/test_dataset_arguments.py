@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tenacity.nap
+import tenacity
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
@@ -19,17 +19,20 @@ from cache_client import (
     CacheDataset,
     CacheIterableDataset,
     ConfigError,
+    Connection,
     DatasetNotFoundError,
     DatasetSpec,
     NodeUnavailableError,
     NotReadyError,
+    Reading,
     RequestError,
     StaleVersionError,
 )
 from cache_client.flight import connections
-from cache_client.reading import shard_maps as plan
+from cache_client.reading import shard_maps
 from cache_server import LocalCluster
 from tests.conftest import write_numbered
+from tests.job_arguments import grouped
 from tests.worker_errors import raises_in_workers
 
 
@@ -41,7 +44,7 @@ def table(client: CacheClient, dataset_name: str, tmp_path: Path) -> str:
 
 def test_what_is_shown_of_a_dataset_says_what_it_reads(table: str, cluster: LocalCluster) -> None:
     dataset = CacheIterableDataset(
-        table, endpoint=cluster.endpoint, batch_size=7, rank=1, world_size=3, shuffle=True, seed=4
+        table, cache=cluster.endpoint, batch_size=7, rank=1, world_size=3, shuffle=True, seed=4
     )
     dataset.set_epoch(2)
     names = CacheClient(cluster.endpoint).describe(table).schema.names
@@ -56,16 +59,23 @@ def test_what_is_shown_of_a_dataset_says_what_it_reads(table: str, cluster: Loca
 def test_every_bad_argument_is_quoted_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         CacheIterableDataset(
-            "", endpoint="grpc://127.0.0.1:1", batch_size=0, rank=3, world_size=3,
-            shuffle_block_size=4, prefetch_batches=0, message_bytes=0, deadline_s=-1,
-        )  # fmt: skip
-    quoted = ("''", "batch_size", "message_bytes must be at least 1, got 0", "rank=3 world_size=3")
-    for words in (*quoted, "got 4", "got -1"):
+            "",
+            cache="nowhere",
+            batch_size=0,
+            rank=3,
+            world_size=3,
+            shuffle_block_size=4,
+        )
+    for words in ("''", "batch_size", "rank=3 world_size=3", "got 4", "got 'nowhere'"):
+        assert words in str(caught.value)
+    with pytest.raises(ConfigError) as caught:
+        Reading(prefetch_batches=0, message_bytes=0)
+    for words in ("message_bytes must be at least 1, got 0", "prefetch_batches must be"):
         assert words in str(caught.value)
 
 
 BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
-    ({"dataset": 5}, "dataset must be a name, got 5"),
+    ({"name": 5}, "name must be the name of a dataset, got 5"),
     ({"columns": "row"}, "columns must be a list of names, got 'row'"),
     ({"columns": ["row", 1]}, "columns must be a list of names, got ['row', 1]"),
     ({"columns": {"row"}}, "columns must be a list of names, got {'row'}"),
@@ -82,7 +92,7 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"local": "no"}, "local must be True or False, got 'no'"),
     ({"stack": {"x": "ab"}}, "stack 'x' must be a list of columns, got 'ab'"),
     ({"stack": ["a", "b"]}, "stack must be a dict from name to columns, got ['a', 'b']"),
-    ({"dataset": "\udc80"}, "dataset must be a name, got '\\udc80'"),
+    ({"name": "\udc80"}, "name must be the name of a dataset, got '\\udc80'"),
     ({"columns": ["\udc80"]}, "columns must be a list of names, got ['\\udc80']"),
     ({"columns": np.array("row")}, "columns must be a list of names, got array('row'"),
     ({"stack": {5: ["a"]}}, "stack must be a dict from name to columns, got {5: ['a']}"),
@@ -105,44 +115,55 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
 def test_an_argument_of_another_type_or_range_is_quoted_before_a_node_is_asked(
     arguments: dict[str, Any], words: str
 ) -> None:
-    given = {"dataset": "t", "endpoint": "grpc://127.0.0.1:1", "batch_size": 1, **arguments}
+    given = {"name": "t", "endpoint": "grpc://127.0.0.1:1", "batch_size": 1, **arguments}
     with pytest.raises(ConfigError) as caught:
-        CacheIterableDataset(given.pop("dataset"), **given)
+        CacheIterableDataset(**grouped(**given))
     assert words in str(caught.value)
     if set(arguments) <= {
-        *("dataset", "columns", "stack", "deadline_s", "batch_format", "transform", "local")
+        *("name", "columns", "stack", "deadline_s", "batch_format", "transform", "local")
     }:
         del given["batch_size"]
         with pytest.raises(ConfigError) as caught:
-            CacheDataset(arguments.get("dataset", "t"), **given)
+            CacheDataset(**grouped(**given))
         assert words in str(caught.value)
 
 
 def test_all_arguments_of_another_type_are_quoted_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         CacheIterableDataset(
-            "t", endpoint="grpc://127.0.0.1:1", batch_size="1", columns="row",  # type: ignore
-            stack={"x": "ab"}, rank="0", world_size=1.0, message_bytes="2",  # type: ignore
-            prefetch_batches="1", deadline_s="60", seed="s", shuffle=2,  # type: ignore
-            batch_format="pandas", transform=1, local=0,  # type: ignore
-        )  # fmt: skip
+            "t",
+            cache=7,  # type: ignore[arg-type]
+            batch_size="1",  # type: ignore[arg-type]
+            columns="row",
+            stack={"x": "ab"},
+            rank="0",  # type: ignore[arg-type]
+            world_size=1.0,  # type: ignore[arg-type]
+            reading=8,  # type: ignore[arg-type]
+            seed="s",  # type: ignore[arg-type]
+            shuffle=2,  # type: ignore[arg-type]
+            batch_format="pandas",  # type: ignore[arg-type]
+            transform=1,  # type: ignore[arg-type]
+            view={"where": "x"},  # type: ignore[arg-type]
+        )
     for name in (
-        *("batch_size", "columns", "stack 'x'", "rank", "world_size", "message_bytes"),
-        *("prefetch_batches", "deadline_s", "seed", "batch_format", "transform", "local"),
+        *("batch_size", "columns", "stack 'x'", "rank", "world_size", "reading", "cache"),
+        *("view", "seed", "batch_format", "transform"),
     ):
         assert f"{name} must be" in str(caught.value)
+    with pytest.raises(ConfigError, match=r"deadline_s must be.*local must be.*token must be"):
+        Connection("grpc://127.0.0.1:1", deadline_s="60", local=0, token=5)  # type: ignore
 
 
 def test_every_bad_argument_of_a_client_is_quoted_at_once() -> None:
     for bad in ("x", 0, -1.0, float("nan"), None, True):
         with pytest.raises(ConfigError) as caught:
-            CacheClient("nowhere", timeout_s=bad)  # type: ignore[arg-type]
-        assert f"timeout_s must be a number greater than 0, got {bad!r}" in str(caught.value)
+            CacheClient(Connection("nowhere", deadline_s=bad))  # type: ignore[arg-type]
+        assert f"deadline_s must be a number greater than 0, got {bad!r}" in str(caught.value)
         assert "'nowhere'" in str(caught.value)
     for bad in (5, 0, False, [], "grpc://\udc80:1", "grpc://a\0:1"):
         with pytest.raises(ConfigError) as caught:
             CacheClient(bad)  # type: ignore[arg-type]
-        assert f"endpoint must be grpc://HOST:PORT, got {bad!r}" in str(caught.value)
+        assert f"grpc://HOST:PORT, got {bad!r}" in str(caught.value)
 
 
 BAD_CALLS: list[tuple[str, dict[str, Any], str]] = [
@@ -191,7 +212,7 @@ def test_a_mapping_in_place_of_a_spec_is_not_quoted() -> None:
 
 
 def test_a_time_limit_may_be_endless(client: CacheClient, table: str) -> None:
-    endless = CacheClient(client.endpoint, timeout_s=float("inf"))
+    endless = CacheClient(Connection(client.endpoint, deadline_s=float("inf")))
     assert endless.describe(table).num_rows == 100
     assert endless.head(table, 2).num_rows == 2
 
@@ -203,7 +224,7 @@ def test_a_time_limit_may_be_a_number_of_numpy(
     limits: list[object] = []
 
     def noting(
-        self: connections.Connection,
+        self: connections.NodeConnection,
         name: str,
         fingerprint: str,
         columns: Any,
@@ -211,24 +232,24 @@ def test_a_time_limit_may_be_a_number_of_numpy(
         **options: Any,
     ) -> Any:
         limits.append(limit)
-        return read_plan(self, name, fingerprint, columns, limit, **options)
+        return read_shard_map(self, name, fingerprint, columns, limit, **options)
 
-    read_plan = connections.Connection.read_plan
-    monkeypatch.setattr(connections.Connection, "read_plan", noting)
+    read_shard_map = connections.NodeConnection.read_shard_map
+    monkeypatch.setattr(connections.NodeConnection, "read_shard_map", noting)
     limit: Any = np.float32(60)
-    impatient = CacheClient(client.endpoint, timeout_s=limit)
+    impatient = CacheClient(Connection(client.endpoint, deadline_s=limit))
     spec = DatasetSpec(table, tmp_path / "t")
     assert impatient.load(spec, timeout_s=limit).num_rows == 100
     assert impatient.plan(spec, timeout_s=limit).num_rows == 100
     assert impatient.describe(table).num_rows == impatient.head(table, 100).num_rows == 100
     given: Any = {"endpoint": client.endpoint, "deadline_s": limit, "local": False}
-    assert len(CacheDataset(table, **given).fetch([1, 2])["row"]) == 2
-    assert len(list(CacheIterableDataset(table, batch_size=10, **given))) == 10
+    assert len(CacheDataset(table, **grouped(**given)).fetch([1, 2])["row"]) == 2
+    assert len(list(CacheIterableDataset(table, **grouped(batch_size=10, **given)))) == 10
     assert limits and {type(limit) for limit in limits} == {float}
 
 
 def test_an_epoch_is_an_integer_of_64_bits(cluster: LocalCluster, table: str) -> None:
-    dataset = CacheIterableDataset(table, endpoint=cluster.endpoint, batch_size=10)
+    dataset = CacheIterableDataset(table, cache=cluster.endpoint, batch_size=10)
     for bad in (2**70, -1, 1.0, "1", True):
         with pytest.raises(
             ConfigError, match=r"epoch must be an integer in \[0, 2\*\*62\]"
@@ -241,7 +262,7 @@ def test_an_epoch_is_an_integer_of_64_bits(cluster: LocalCluster, table: str) ->
 
 @pytest.mark.parametrize("bad", ["1", 1.5, True, -1, 11])
 def test_steps_that_were_not_taken_are_quoted(cluster: LocalCluster, table: str, bad: Any) -> None:
-    dataset = CacheIterableDataset(table, endpoint=cluster.endpoint, batch_size=10)
+    dataset = CacheIterableDataset(table, cache=cluster.endpoint, batch_size=10)
     with pytest.raises(ConfigError, match=rf"steps must be .*, got {bad!r}"):
         dataset.state_dict(steps=bad)
 
@@ -250,10 +271,17 @@ def test_integers_of_numpy_are_integers(cluster: LocalCluster, table: str) -> No
     small, state = np.uint8, {}
     for number in (small, int):
         dataset = CacheIterableDataset(
-            table, endpoint=cluster.endpoint, batch_size=number(20), columns=["row"],
-            rank=number(1), world_size=number(2), shuffle=True, shuffle_block_size=number(3),
-            seed=number(255), prefetch_batches=number(200), message_bytes=number(200),
-        )  # fmt: skip
+            table,
+            cache=cluster.endpoint,
+            batch_size=number(20),
+            columns=["row"],
+            rank=number(1),
+            world_size=number(2),
+            shuffle=True,
+            shuffle_block_size=number(3),
+            seed=number(255),
+            reading=Reading(prefetch_batches=number(200), message_bytes=number(200)),
+        )
         dataset.set_epoch(number(4))
         rows = [batch["row"].tolist() for batch in dataset]
         state[number] = json.dumps([dataset.state_dict(steps=number(2)), rows])
@@ -264,9 +292,12 @@ def test_a_batch_may_be_longer_than_memory(cluster: LocalCluster, table: str) ->
     for local in (True, False):
         for size in (2**32, sys.maxsize):
             dataset = CacheIterableDataset(
-                table, endpoint=cluster.endpoint, batch_size=size, rank=1, world_size=2,
-                local=local,
-            )  # fmt: skip
+                table,
+                cache=Connection(cluster.endpoint, local=local),
+                batch_size=size,
+                rank=1,
+                world_size=2,
+            )
             (batch,) = dataset
             assert batch["row"].tolist() == list(range(50, 100))
 
@@ -283,47 +314,50 @@ def test_what_the_dataset_does_not_have_is_named(
     cluster: LocalCluster, table: str, arguments: Any, error: type[Exception], words: str
 ) -> None:
     with pytest.raises(error, match=words):
-        CacheIterableDataset(table, endpoint=cluster.endpoint, batch_size=1, **arguments)
+        CacheIterableDataset(table, **grouped(cache=cluster.endpoint, batch_size=1, **arguments))
 
 
 def test_an_unknown_dataset_is_named(cluster: LocalCluster) -> None:
     with pytest.raises(DatasetNotFoundError, match="'not-there'"):
-        CacheIterableDataset("not-there", endpoint=cluster.endpoint, batch_size=1)
+        CacheIterableDataset("not-there", cache=cluster.endpoint, batch_size=1)
 
 
 def test_a_cache_that_is_not_there_is_an_error_at_the_deadline() -> None:
     start = time.monotonic()
     with pytest.raises(NodeUnavailableError, match=r"127\.0\.0\.1:9"):
-        CacheIterableDataset("t", endpoint="grpc://127.0.0.1:9", batch_size=1, deadline_s=1.0)
-    assert time.monotonic() - start < 100
+        CacheIterableDataset(
+            "t", cache=Connection("grpc://127.0.0.1:9", deadline_s=1.0), batch_size=1
+        )
+    assert time.monotonic() - start < 15
 
 
 def make_clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """The clock of those who wait for a plan; a pause takes no time."""
+    """The clock of those who wait for a shard map; a pause takes no time."""
     clock = SimpleNamespace(now_s=0.0)
 
     def sleep(seconds: float) -> None:
         clock.now_s += seconds
 
-    monkeypatch.setattr(plan, "time", SimpleNamespace(monotonic=lambda: clock.now_s))
+    monkeypatch.setattr(shard_maps, "time", SimpleNamespace(monotonic=lambda: clock.now_s))
     monkeypatch.setattr(tenacity.nap.time, "sleep", sleep)
     return clock
 
 
-def test_no_attempt_to_read_the_plan_goes_past_the_deadline(
+def test_no_attempt_to_read_the_shard_map_goes_past_the_deadline(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ends, clock = [], make_clock(monkeypatch)
 
-    def silent(self: connections.Connection, *arguments: Any, **options: Any) -> Any:
+    def silent(self: connections.NodeConnection, *arguments: Any, **options: Any) -> Any:
         clock.now_s += arguments[-1]
         ends.append(clock.now_s)
         raise NodeUnavailableError("never said a word")
 
-    monkeypatch.setattr(plan, "REQUEST_TIMEOUT_S", 0.6)
-    monkeypatch.setattr(connections.Connection, "read_plan", silent)
+    monkeypatch.setattr(shard_maps, "REQUEST_TIMEOUT_S", 0.6)
+    monkeypatch.setattr(connections.NodeConnection, "read_shard_map", silent)
+    cache = Connection("grpc://127.0.0.1:9", deadline_s=1.0)
     with pytest.raises(NodeUnavailableError, match="never said a word"):
-        CacheIterableDataset("t", endpoint="grpc://127.0.0.1:9", batch_size=1, deadline_s=1.0)
+        CacheIterableDataset("t", cache=cache, batch_size=1)
     assert len(ends) >= 2
     assert max(ends) < 1.1
 
@@ -333,13 +367,14 @@ def test_a_dataset_that_is_not_ready_is_asked_for_until_just_before_the_deadline
 ) -> None:
     starts, clock = [], make_clock(monkeypatch)
 
-    def not_ready(self: connections.Connection, *arguments: Any, **options: Any) -> Any:
+    def not_ready(self: connections.NodeConnection, *arguments: Any, **options: Any) -> Any:
         starts.append(clock.now_s)
         raise NotReadyError("3 of 7 shards")
 
-    monkeypatch.setattr(connections.Connection, "read_plan", not_ready)
+    monkeypatch.setattr(connections.NodeConnection, "read_shard_map", not_ready)
+    cache = Connection("grpc://127.0.0.1:9", deadline_s=1.0)
     with pytest.raises(NotReadyError, match="3 of 7 shards"):
-        CacheIterableDataset("t", endpoint="grpc://127.0.0.1:9", batch_size=1, deadline_s=1.0)
+        CacheIterableDataset("t", cache=cache, batch_size=1)
     assert starts[-1] >= 0.7
 
 
@@ -358,7 +393,9 @@ def test_a_rank_that_torch_distributed_has_later_and_otherwise_is_refused(
     monkeypatch.setenv("WORLD_SIZE", "2")
 
     def make(**arguments: Any) -> CacheIterableDataset:
-        return CacheIterableDataset(table, endpoint=cluster.endpoint, batch_size=10, **arguments)
+        return CacheIterableDataset(
+            table, **grouped(cache=cluster.endpoint, batch_size=10, **arguments)
+        )
 
     early, given = make(), make(rank=1, world_size=2)
     assert len(list(early)) == 5
@@ -379,7 +416,7 @@ def test_batches_may_be_changed_in_place_without_touching_others(
 ) -> None:
     for shuffle in (False, True):
         dataset = CacheIterableDataset(
-            table, endpoint=cluster.endpoint, batch_size=10, shuffle=shuffle
+            table, cache=cluster.endpoint, batch_size=10, shuffle=shuffle
         )
         sums = []
         for batch in dataset:
@@ -395,7 +432,7 @@ def test_batches_may_be_changed_in_place_without_touching_others(
 def test_a_state_of_something_else_is_refused_naming_both(
     cluster: LocalCluster, client: CacheClient, table: str
 ) -> None:
-    dataset = CacheIterableDataset(table, endpoint=cluster.endpoint, batch_size=10, shuffle=True)
+    dataset = CacheIterableDataset(table, cache=cluster.endpoint, batch_size=10, shuffle=True)
     state = dataset.state_dict()
     with pytest.raises(StaleVersionError) as caught:
         dataset.load_state_dict({**state, "fingerprint": "other"})
@@ -413,7 +450,7 @@ def test_a_state_of_something_else_is_refused_naming_both(
 
 def test_a_transform_and_the_last_states_of_an_epoch(cluster: LocalCluster, table: str) -> None:
     dataset = CacheIterableDataset(
-        table, endpoint=cluster.endpoint, batch_size=30, transform=lambda batch: batch["row"]
+        table, cache=cluster.endpoint, batch_size=30, transform=lambda batch: batch["row"]
     )
     states = [dataset.state_dict() for rows in dataset if rows.dtype == torch.int64]
     consumed = [(state["epoch"], state["rows_consumed"]) for state in states]

@@ -16,7 +16,7 @@ from tests.dataset_export import run_export, start_export
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[LocalCluster]:
-    with LocalCluster(num_nodes=2) as cluster:
+    with LocalCluster(nodes=2) as cluster:
         yield cluster
 
 

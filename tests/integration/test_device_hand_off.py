@@ -23,6 +23,7 @@ from cache_client.order import order
 from cache_server import LocalCluster
 from tests import forked_python
 from tests.conftest import write_numbered
+from tests.job_arguments import grouped
 from tests.waiting import suspend, wait_until
 from tests.worker_errors import raises_in_workers
 
@@ -40,7 +41,9 @@ def table(client: CacheClient, dataset_name: str, tmp_path: Path) -> str:
 
 def make(cluster: LocalCluster, table: str, **arguments: Any) -> CacheIterableDataset:
     defaults: dict[str, Any] = {"batch_size": 30, "shuffle": True, "seed": 3, "device": "cpu"}
-    return CacheIterableDataset(table, endpoint=cluster.endpoint, **{**defaults, **arguments})
+    return CacheIterableDataset(
+        table, **grouped(cache=cluster.endpoint, **{**defaults, **arguments})
+    )
 
 
 def threads() -> list[str]:
@@ -164,11 +167,11 @@ def wide(tmp_path: Path) -> Path:
 
 LEAVES_AN_ITERATOR = """
 import sys
-from cache_client import CacheIterableDataset
+from cache_client import CacheIterableDataset, Connection, Reading
 
-dataset = CacheIterableDataset(sys.argv[1], endpoint=sys.argv[2], batch_size=31,
-    device=sys.argv[4] or None, local=sys.argv[3] == "local", prefetch_batches=1,
-    message_bytes=100_000, deadline_s=float(sys.argv[5]))
+cache = Connection(sys.argv[2], local=sys.argv[3] == "local", deadline_s=float(sys.argv[5]))
+dataset = CacheIterableDataset(sys.argv[1], cache=cache, batch_size=31,
+    device=sys.argv[4] or None, reading=Reading(prefetch_batches=1, message_bytes=100_000))
 iterator = iter(dataset)
 for step in range(5):
     next(iterator)
@@ -218,7 +221,7 @@ def test_a_program_that_ends_while_an_iterator_is_alive_ends_well(
 
 @pytest.mark.parametrize("device", ["cpu", ""], ids=["on a device", "where they came"])
 def test_a_program_that_ends_waits_for_no_node_that_hangs(wide: Path, device: str) -> None:
-    with LocalCluster(num_nodes=1) as nodes:
+    with LocalCluster(nodes=1) as nodes:
         CacheClient(nodes.endpoint).load(DatasetSpec("wide", wide, target_shard_bytes=4_000_000))
         program = leaves_an_iterator(nodes, "wide", "flight", device, deadline_s=1000.0)
         node = psutil.Process(nodes.nodes[0].pid)

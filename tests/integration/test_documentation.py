@@ -19,7 +19,7 @@ import pytest
 import torch
 import yaml
 
-from cache_client import CacheClient, CacheIterableDataset, DatasetSpec
+from cache_client import CacheClient, CacheIterableDataset, Connection, DatasetSpec
 from cache_server import LocalCluster
 from tests import forked_python
 from tests.waiting import wait_until
@@ -70,11 +70,11 @@ def test_the_spec_of_the_readme_suits_its_training_loop(houses: int) -> None:
     """A stack with integers in it would be float64, which the layers of a model refuse."""
     block, _ = blocks(README, "yaml")
     spec = DatasetSpec.from_mapping({**yaml.safe_load(block), "source": "houses"})
-    with LocalCluster(num_nodes=2) as cluster:
+    with LocalCluster(nodes=2) as cluster:
         CacheClient(cluster.endpoint).load(spec)
         dataset = CacheIterableDataset(
             spec.name,
-            endpoint=cluster.endpoint,
+            cache=cluster.endpoint,
             batch_size=256,
             stack={"features": ["rooms", "area", "age"]},
         )
@@ -125,7 +125,9 @@ def test_the_commands_of_the_readme_on_servers_run_as_they_stand(
                 known.setdefault(f"grpc://{host}:50051", ready["flight"])
             else:
                 if here[1] == "load":  # both replicas need a node
-                    client = CacheClient(environment["CACHE_ENDPOINT"], token_file=known["token"])
+                    client = CacheClient(
+                        Connection(environment["CACHE_ENDPOINT"], token_file=known["token"])
+                    )
                     wait_until(lambda c=client: len(c.nodes()) == 2, 30.0, "two nodes")
                 output[here[1]] = forked_python.run(
                     [sys.executable, "-m", "cache_client", *here[1:]], cwd=tmp_path,
@@ -177,7 +179,7 @@ def test_the_calls_beside_those_of_other_libraries_run_as_they_stand(
     ours = re.findall(r"^Now:\n\n```python\n(.*?)^```", page, flags=re.DOTALL | re.MULTILINE)
     (ancestor,) = (block for block in blocks(page, "python") if "FlightClient" in block)
     assert len(ours) == 5
-    with LocalCluster(num_nodes=1, insecure=True) as cluster:
+    with LocalCluster(nodes=1, insecure=True) as cluster:
         monkeypatch.setenv("CACHE_ENDPOINT", cluster.endpoint)
         CacheClient(cluster.endpoint).load(DatasetSpec("houses", "houses", filter="price > 0"))
         for block in (

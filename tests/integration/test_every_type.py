@@ -14,10 +14,11 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from cache_client import CacheClient, CacheDataset, CacheIterableDataset, DatasetSpec
+from cache_client import CacheClient, CacheDataset, CacheIterableDataset, DatasetSpec, Reading
 from cache_client.order import order as ordering
 from cache_server import LocalCluster
 from tests.flight_clients import connect
+from tests.job_arguments import grouped
 
 ROWS, FILES, NAME = 90, 3, "every-type"
 TIMES = [pa.date32(), pa.time32("ms"), pa.time64("ns"), pa.duration("ms"), pa.timestamp("us")]
@@ -111,12 +112,14 @@ def test_what_a_loop_gets_is_what_the_table_holds(
     endpoint: str, names: list[str], batch_format: Any, local: bool
 ) -> None:
     ways = {"endpoint": endpoint, "columns": names, "batch_format": batch_format, "local": local}
-    dataset = CacheIterableDataset(NAME, batch_size=13, shuffle=True, message_bytes=500, **ways)
+    dataset = CacheIterableDataset(
+        NAME, **grouped(batch_size=13, shuffle=True, reading=Reading(message_bytes=500), **ways)
+    )
     order = (
         ordering.EpochOrder(ROWS, shuffle=True, seed=0, epoch=0).row_ids(np.arange(ROWS)).tolist()
     )
     batches = [(batch, order[step * 13 : step * 13 + 13]) for step, batch in enumerate(dataset)]
-    with CacheDataset(NAME, **ways) as rows:
+    with CacheDataset(NAME, **grouped(**ways)) as rows:
         batches += [(rows.fetch(some), some) for some in ([], [5], [88, 0, 88, 3], [40, 41, 42])]
 
     for batch, row_ids in batches:

@@ -55,7 +55,7 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
         check=True, stdout=subprocess.DEVNULL, timeout=TIMEOUT_S,
     )  # fmt: skip
     spec = yaml.safe_load((EXAMPLES / "lineitem.yaml").read_text(encoding="utf-8"))
-    with LocalCluster(num_nodes=2) as running:
+    with LocalCluster(nodes=2) as running:
         info = CacheClient(running.endpoint).load(
             DatasetSpec(**{**spec, "source": directory / "lineitem"})
         )

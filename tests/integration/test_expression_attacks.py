@@ -17,7 +17,7 @@ import pyarrow.flight as flight
 import pyarrow.parquet as pq
 import pytest
 
-from cache_client import CacheClient, DatasetSpec, LoadError, RequestError
+from cache_client import CacheClient, Connection, DatasetSpec, LoadError, RequestError
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.local import LocalNode
 from cache_server.node import row_values
@@ -53,7 +53,7 @@ class Cache:
     node: LocalNode
 
     def client(self, team: str) -> CacheClient:
-        return CacheClient(self.node.endpoint, token=f"the-token-of-{team}")
+        return CacheClient(Connection(self.node.endpoint, token=f"the-token-of-{team}"))
 
     def ask(self, team: str, expression: str, timeout_s: float = WAIT_S) -> pa.Table:
         """The values of an expression for the rows of the first shard."""

@@ -17,17 +17,18 @@ import pyarrow as pa
 import pyarrow.flight as flight
 import pytest
 
-import cache_client.control.client
 import cache_protocol.wire.channels
 from cache_client import (
     CacheClient,
     CacheError,
+    Connection,
     DatasetInfo,
     DatasetSpec,
     LoadError,
     NodeUnavailableError,
     NotReadyError,
 )
+from cache_client.control import coordinator
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server import LocalCluster
 from cache_server.coordination.members import placement
@@ -47,14 +48,14 @@ ROW_SCHEMA = pa.schema([pa.field("row", pa.int64())])
 @pytest.fixture(scope="module")
 def breakable() -> Iterator[LocalCluster]:
     """Three nodes that these tests may break; all are running between two tests."""
-    with LocalCluster(num_nodes=3, node_timeout_s=1.5) as cluster:
+    with LocalCluster(nodes=3, node_timeout_s=1.5) as cluster:
         yield cluster
 
 
 @pytest.fixture(scope="module")
 def patient() -> Iterator[LocalCluster]:
     """Two nodes that may hang for a while before they count as lost."""
-    with LocalCluster(num_nodes=2) as cluster:
+    with LocalCluster(nodes=2) as cluster:
         yield cluster
 
 
@@ -66,7 +67,7 @@ def source(tmp_path: Path) -> Path:
 @pytest.fixture
 def client(breakable: LocalCluster) -> Iterator[CacheClient]:
     """A client of the breakable nodes, which run again without a dataset afterwards."""
-    found = CacheClient(breakable.endpoint, timeout_s=15.0)
+    found = CacheClient(Connection(breakable.endpoint, deadline_s=15.0))
     yield found
     for node in breakable.nodes:
         with suppress(CacheError):  # it runs
@@ -79,7 +80,7 @@ def client(breakable: LocalCluster) -> Iterator[CacheClient]:
 @pytest.fixture
 def patient_client(patient: LocalCluster) -> Iterator[CacheClient]:
     """A client of the patient nodes, which have no dataset afterwards."""
-    found = CacheClient(patient.endpoint, timeout_s=15.0)
+    found = CacheClient(Connection(patient.endpoint, deadline_s=15.0))
     yield found
     for info in found.datasets():
         found.drop(info.name)
@@ -284,7 +285,7 @@ def test_a_call_that_needs_the_coordinator_says_that_it_does_not_answer(
     location = breakable.nodes[0].control_location
     breakable.nodes[0].kill()
 
-    by_other_node = CacheClient(breakable.nodes[1].endpoint, timeout_s=5.0)
+    by_other_node = CacheClient(Connection(breakable.nodes[1].endpoint, deadline_s=5.0))
     with pytest.raises(NodeUnavailableError, match=rf"coordinator at {location}"):
         by_other_node.describe("table")
     with pytest.raises(NodeUnavailableError, match=breakable.endpoint):
@@ -296,19 +297,19 @@ def test_a_coordinator_that_is_not_there_is_an_error_within_the_deadline() -> No
         endpoint = f"grpc://127.0.0.1:{silent.getsockname()[1]}"
         for call in ("datasets", "nodes"):
             with pytest.raises(NodeUnavailableError, match=endpoint):
-                getattr(CacheClient(endpoint, timeout_s=0.5), call)()
+                getattr(CacheClient(Connection(endpoint, deadline_s=0.5)), call)()
 
 
 @pytest.mark.parametrize("call", ["load", "plan"])
 def test_a_call_with_a_timeout_of_its_own_does_not_wait_longer_for_the_coordinator(
     source: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    monkeypatch.setattr(cache_client.control.client, "_MIN_LOOKUP_S", 0.3)
+    monkeypatch.setattr(coordinator, "MIN_LOOKUP_S", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         endpoint = f"grpc://127.0.0.1:{silent.getsockname()[1]}"
         start = time.monotonic()
         with pytest.raises(NodeUnavailableError, match=endpoint):
-            getattr(CacheClient(endpoint, timeout_s=400.0), call)(
+            getattr(CacheClient(Connection(endpoint, deadline_s=400.0)), call)(
                 DatasetSpec("table", source), timeout_s=0.3
             )
     assert time.monotonic() - start < 100
@@ -318,7 +319,7 @@ def test_what_finding_the_coordinator_took_is_taken_from_the_time_of_the_call(
     patient_client: CacheClient, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     deadlines: list[float | None] = []
-    calls, now = cache_client.control.client.Calls, time.monotonic
+    calls, now = coordinator.Calls, time.monotonic
     call = calls.call
 
     def noting(self: object, method: object, request: object, deadline: float | None) -> object:

@@ -12,13 +12,14 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from cache_client import CacheClient, CacheIterableDataset, CacheMixture, DatasetSpec
+from cache_client import CacheClient, CacheIterableDataset, CacheMixture, Connection, DatasetSpec
 from cache_client.order import audit
 from cache_client.order import order as ordering
 from cache_protocol.errors import ConfigError, LengthUnknownError, LoadError, StaleVersionError
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server import LocalCluster
 from tests.conftest import numbered_table, rows_of
+from tests.job_arguments import grouped
 from tests.object_store import S3Server
 from tests.waiting import wait_until
 
@@ -52,9 +53,13 @@ class LoadedInSteps:
             self.holds[number].set()
 
     def reader(self, **arguments: Any) -> CacheIterableDataset:
-        defaults: dict[str, Any] = {"batch_size": 8, "shuffle": True, "wait": "first-rows"}
+        defaults: dict[str, Any] = {"batch_size": 8, "shuffle": True, "version": "first-rows"}
         return CacheIterableDataset(
-            self.name, endpoint=self.nodes.endpoint, deadline_s=WAIT_S, **{**defaults, **arguments}
+            self.name,
+            **grouped(
+                cache=Connection(self.nodes.endpoint, deadline_s=WAIT_S),
+                **{**defaults, **arguments},
+            ),
         )
 
     @property
@@ -168,10 +173,10 @@ def test_ranks_that_begin_at_different_times_read_what_the_log_says(table: Loade
         assert rank.steps_left == -(-(FILES * ROWS - 32) // 15)
     assert joined(in_turns(resumed)) == expected[32:]
     with pytest.raises(StaleVersionError, match="fingerprint"):
-        table.reader(wait="ready", seed=5).load_state_dict(state)
+        table.reader(version="ready", seed=5).load_state_dict(state)
 
     # Later epochs are those of everyone.
-    plain = table.reader(rank=0, world_size=2, wait="ready", seed=5)
+    plain = table.reader(rank=0, world_size=2, version="ready", seed=5)
     for dataset in (plain, first):
         dataset.set_epoch(1)
     assert rows_of(first) == rows_of(plain)
@@ -254,11 +259,11 @@ def test_tables_that_are_loaded_at_once_have_one_group(nodes: LocalCluster) -> N
     client.write("none", numbered_table(0))
     for name, num_rows in (("written", 50), ("none", 0)):
         dataset = CacheIterableDataset(
-            name, endpoint=nodes.endpoint, batch_size=8, shuffle=True, wait="first-rows"
+            name, cache=nodes.endpoint, batch_size=8, shuffle=True, version="first-rows"
         )
         assert len(dataset) == -(-num_rows // 8)
         assert sorted(rows_of(dataset)) == [*range(num_rows)]
-        with pytest.raises(ConfigError, match="wait='first-rows'"):
+        with pytest.raises(ConfigError, match="version='first-rows'"):
             CacheMixture({"a": (dataset, 1.0), "b": (dataset, 1.0)})
         client.drop(name)
 
@@ -266,16 +271,15 @@ def test_tables_that_are_loaded_at_once_have_one_group(nodes: LocalCluster) -> N
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        ({"wait": "now"}, "'now'"),
+        ({"version": "now"}, "'now'"),
         ({"shuffle": False}, "shuffle=True"),
-        ({"follow": "epoch", "job": "j"}, "excludes follow"),
         ({"skip_steps": {0: [1]}}, "excludes skip_steps"),
-        ({"where": "a > 1", "split": ("train", 0.5)}, "excludes where, split"),
-        ({"weights": {"column": "a"}}, "excludes weights"),
+        ({"where": "a > 1", "fold": (0, 5)}, "excludes where, fold"),
+        ({"weights": "a"}, "excludes weights"),
         ({"group_by": "label"}, "excludes group_by"),
     ],
 )
 def test_what_needs_all_rows_at_the_begin_is_refused(arguments: Any, named: str) -> None:
-    given = {"batch_size": 8, "shuffle": True, "wait": "first-rows", **arguments}
+    given = {"batch_size": 8, "shuffle": True, "version": "first-rows", **arguments}
     with pytest.raises(ConfigError, match=named):
-        CacheIterableDataset("table", endpoint="grpc://127.0.0.1:1", **given)
+        CacheIterableDataset("table", **grouped(cache="grpc://127.0.0.1:1", **given))

@@ -12,6 +12,7 @@ from cache_client import CacheClient, CacheIterableDataset, CacheMixture, Datase
 from cache_protocol.errors import ConfigError, StaleVersionError
 from cache_server import LocalCluster
 from tests.conftest import numbered_table, rows_of, write_numbered
+from tests.job_arguments import grouped
 
 ROWS = 40  # of a file
 
@@ -36,8 +37,10 @@ class Growing:
         self._load()
 
     def reader(self, job: str, **arguments: object) -> CacheIterableDataset:
-        defaults = {"batch_size": 16, "follow": "epoch", "job": job, "deadline_s": 5.0}
-        return CacheIterableDataset("table", endpoint=self.endpoint, **{**defaults, **arguments})  # type: ignore[arg-type]
+        defaults = {"batch_size": 16, "version": "each-epoch", "job": job, "deadline_s": 5.0}
+        return CacheIterableDataset(
+            "table", **grouped(cache=self.endpoint, **{**defaults, **arguments})
+        )  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -140,10 +143,10 @@ def test_who_cannot_follow_is_refused_by_name(
 ) -> None:
     for name in ("CACHE_JOB", "TRAIN_JOB_NAME", "MASTER_ADDR", "SLURM_JOB_ID"):
         monkeypatch.delenv(name, raising=False)
-    with pytest.raises(ConfigError, match="follow must be 'epoch' or None, got 'step'"):
-        table.reader("j", follow="step")
+    with pytest.raises(ConfigError, match=r"version must be one of ready, each.*got 'step'"):
+        table.reader("j", version="step")
     with pytest.raises(ConfigError, match="needs a job of one name"):
         table.reader(None, rank=0, world_size=2)  # type: ignore[arg-type]
     table.reader(None, rank=0, world_size=1)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="'a' has follow='epoch'"):
-        CacheMixture({"a": (table.reader("j"), 1), "b": (table.reader("j", follow=None), 1)})
+    with pytest.raises(ConfigError, match="'a' has version='each-epoch'"):
+        CacheMixture({"a": (table.reader("j"), 1), "b": (table.reader("j", version="ready"), 1)})

@@ -21,7 +21,7 @@ import json, os, sys, time, logging
 from concurrent import futures
 import grpc
 import cache_client.training.dataset
-from cache_client import CacheIterableDataset
+from cache_client import CacheIterableDataset, Connection
 from cache_client.flight.forks import _grpc_threads
 
 logging.basicConfig(level=logging.WARNING)
@@ -42,7 +42,9 @@ def fork_s():
     return taken
 
 only_imported = min(fork_s() for _ in range(3))
-dataset = CacheIterableDataset("table", endpoint=sys.argv[1], batch_size=16, local=False)
+dataset = CacheIterableDataset(
+    "table", cache=Connection(sys.argv[1], local=False), batch_size=16
+)
 sizes, seconds = [], []
 for epoch in range(3):
     dataset.set_epoch(epoch)
@@ -60,12 +62,14 @@ server.stop(None)
 BESIDE_FLIGHT = """
 import json, sys
 import pyarrow.flight as flight
-from cache_client import CacheIterableDataset, ConfigError
+from cache_client import CacheIterableDataset, ConfigError, Connection
 from cache_client.flight import forks
 
 if __name__ == "__main__":
     forks._PROBE_S = 2.0
-    dataset = CacheIterableDataset("table", endpoint=sys.argv[1], batch_size=16, local=False)
+    dataset = CacheIterableDataset(
+        "table", cache=Connection(sys.argv[1], local=False), batch_size=16
+    )
     other = flight.connect(sys.argv[1])
     assert len(list(other.list_actions()))
     try:
@@ -99,7 +103,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout), done.stderr
 
-    with LocalCluster(num_nodes=1, insecure=True) as cluster:
+    with LocalCluster(nodes=1, insecure=True) as cluster:
         CacheClient(cluster.endpoint).load(DatasetSpec("table", write_numbered(folder / "t", 100)))
         yield run
 

@@ -21,7 +21,7 @@ from pyiceberg.table import Table
 from pyiceberg.transforms import IdentityTransform
 from pyiceberg.types import DoubleType, LongType, NestedField, StringType
 
-from cache_client import CacheClient, CacheIterableDataset, DatasetSpec
+from cache_client import CacheClient, CacheIterableDataset, DatasetSpec, Reading
 from cache_protocol.errors import LoadError
 from cache_server import LocalCluster
 from tests.delta_logs import delete_by_vector
@@ -296,7 +296,10 @@ def test_the_same_spec_attaches_until_a_refresh_which_readers_of_the_old_version
     assert clean.load(shop.spec(), timeout_s=WAIT_S).num_rows == 800
 
     dataset = CacheIterableDataset(
-        "pg", endpoint=nodes.endpoint, batch_size=20, prefetch_batches=1, message_bytes=100
+        "pg",
+        cache=nodes.endpoint,
+        batch_size=20,
+        reading=Reading(prefetch_batches=1, message_bytes=100),
     )
     steps = iter(dataset)
     prices = next(steps)["price"].tolist()

@@ -47,7 +47,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Found]:
         **{"LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "1", "GROUP_RANK": "0", "ROLE_RANK": "0"},
         **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "run"},
     }
-    with LocalCluster(num_nodes=2) as cluster:
+    with LocalCluster(nodes=2) as cluster:
         source = write_numbered(folder / "source", ROWS, files=2)
         client = CacheClient(cluster.endpoint)
         client.load(DatasetSpec("table", source))
@@ -124,9 +124,10 @@ def test_ranks_of_one_tensor_parallel_group_read_the_same_rows(found: Found) -> 
         assert_every_row([rank["mesh"]])
         assert rank["group"] == rank["mesh"]
         (warning,) = rank["warned"]
-        assert "divides the model (tp)" in warning and "device_mesh=" in warning
+        assert "divides the model (tp)" in warning and "data_parallel=" in warning
         assert (
-            rank["both"] == "ConfigError: rank and device_mesh exclude each other: give one of them"
+            rank["both"]
+            == "ConfigError: rank and data_parallel exclude each other: give one of them"
         )
 
 

@@ -20,6 +20,7 @@ from cache_server.plan.shard_plan import ShardPlan, cut_shards, same_shards
 from cache_server.source.pinned import SourceFile, Split
 from tests.iceberg_tables import append_files, described_file, opened_catalog, with_deletes
 from tests.iceberg_tables import written_file as iceberg_file
+from tests.job_arguments import grouped
 from tests.waiting import wait_until
 
 ROWS = 50  # of a file
@@ -28,7 +29,7 @@ TOGETHER = 3  # files in a shard
 
 @pytest.fixture
 def nodes(tmp_path: Path) -> Iterator[LocalCluster]:
-    with LocalCluster(num_nodes=2, cache_dir=tmp_path / "cache") as running:
+    with LocalCluster(nodes=2, cache_dir=tmp_path / "cache") as running:
         yield running
 
 
@@ -51,11 +52,7 @@ def spec(source: Path | str, **changes: object) -> DatasetSpec:
 
 def rows_of(nodes: LocalCluster, **arguments: object) -> list[int]:
     dataset = CacheIterableDataset(
-        "table",
-        endpoint=nodes.endpoint,
-        batch_size=128,
-        shuffle=False,
-        **arguments,  # type: ignore[arg-type]
+        "table", **grouped(cache=nodes.endpoint, batch_size=128, shuffle=False, **arguments)
     )
     return [row for batch in dataset for row in batch["row"].tolist()]
 
@@ -129,7 +126,7 @@ def test_new_files_take_no_second_copy_of_the_old_rows(nodes: LocalCluster, sour
     for number in range(5):
         pq.write_table(numbers(number * ROWS), source / f"{number}.parquet")
     first = client.load(spec(source, replicas=2))
-    reader = CacheIterableDataset("table", endpoint=nodes.endpoint, batch_size=1, shuffle=False)
+    reader = CacheIterableDataset("table", cache=nodes.endpoint, batch_size=1, shuffle=False)
     batches = iter(reader)
     next(batches)  # leases the first version
     stored = [node.stored_bytes for node in client.nodes()]

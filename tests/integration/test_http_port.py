@@ -14,7 +14,13 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from cache_client import CacheClient, CacheIterableDataset, DatasetNotFoundError, DatasetSpec
+from cache_client import (
+    CacheClient,
+    CacheIterableDataset,
+    Connection,
+    DatasetNotFoundError,
+    DatasetSpec,
+)
 from cache_server import LocalCluster
 from cache_server.config import NodeConfig
 from cache_server.server import CacheServer
@@ -29,7 +35,7 @@ ROWS = 1000
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     source = write_numbered(tmp_path_factory.mktemp("source"), ROWS)
-    with LocalCluster(num_nodes=2, insecure=True) as running:
+    with LocalCluster(nodes=2, insecure=True) as running:
         CacheClient(running.endpoint).load(DatasetSpec("table", source))
         wait_until_ready(running)
         yield running
@@ -65,7 +71,7 @@ def test_the_rows_that_a_pass_reads_over_flight_are_counted_exactly(cluster: Loc
 
     before = served()
     rows = CacheIterableDataset(
-        "table", endpoint=cluster.endpoint, batch_size=64, shuffle=True, local=False
+        "table", cache=Connection(cluster.endpoint, local=False), batch_size=64, shuffle=True
     )
     assert sum(len(batch["row"]) for batch in rows) == ROWS
     # Counted when a message is on its way, which its reader may be done with before.
@@ -181,7 +187,7 @@ def test_a_node_answers_while_its_coordinator_is_down_and_beside_a_caller_that_s
     tmp_path: Path,
 ) -> None:
     source = write_numbered(tmp_path, 20)
-    with LocalCluster(num_nodes=2, insecure=True) as cluster:
+    with LocalCluster(nodes=2, insecure=True) as cluster:
         CacheClient(cluster.endpoint).load(DatasetSpec("table", source, replicas=2))
         wait_until_ready(cluster)
         page = cluster.nodes[1].page

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from cache_client import CacheClient, CacheIterableDataset, DatasetSpec
+from cache_client import CacheClient, CacheIterableDataset, Connection, DatasetSpec
 from cache_server import LocalCluster
 from cache_server.config import NodeConfig
 from cache_server.server import CacheServer
@@ -32,7 +32,7 @@ def test_a_trainer_reads_on_and_each_row_is_right(tmp_path: Path, local: bool) -
         CacheClient(cluster.endpoint).load(DatasetSpec("table", str(tmp_path)))
         node = cluster.nodes[0]
         dataset = CacheIterableDataset(
-            "table", endpoint=cluster.endpoint, batch_size=1000, shuffle=True, local=local
+            "table", cache=Connection(cluster.endpoint, local=local), batch_size=1000, shuffle=True
         )
         seen: list[torch.Tensor] = []
         for number, batch in enumerate(dataset):

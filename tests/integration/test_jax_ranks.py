@@ -25,7 +25,7 @@ from jax._src import xla_bridge
 from cache_client import CacheIterableDataset, ConfigError
 
 endpoint, address, rank = json.loads(sys.argv[1])
-options = {"endpoint": endpoint, "batch_size": 8, "batch_format": "numpy", "columns": ["row"]}
+options = {"cache": endpoint, "batch_size": 8, "batch_format": "numpy", "columns": ["row"]}
 early = CacheIterableDataset("table", **options)
 jax.distributed.initialize(address, 2, rank)
 dataset = CacheIterableDataset("table", **options)
@@ -41,7 +41,7 @@ print(json.dumps([dataset.rank, dataset.world_size, seen, early, bool(xla_bridge
 @pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="not installed: jax")
 def test_the_processes_of_jax_distributed_read_different_rows(tmp_path: Path) -> None:
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1"}
-    with LocalCluster(num_nodes=1) as cluster:
+    with LocalCluster(nodes=1) as cluster:
         source = write_numbered(tmp_path / "source", 100)
         CacheClient(cluster.endpoint).load(DatasetSpec("table", source))
         address = f"127.0.0.1:{free_port()}"

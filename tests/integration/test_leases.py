@@ -15,7 +15,7 @@ import psutil
 import pyarrow.flight as flight
 import pytest
 
-from cache_client import CacheClient, CacheIterableDataset, DatasetSpec
+from cache_client import CacheClient, CacheIterableDataset, Connection, DatasetSpec, Reading
 from cache_client.flight import connections
 from cache_client.reading import local_shards, shard_maps
 from cache_client.reading import reader as reading_reader
@@ -69,9 +69,11 @@ def test_a_reader_of_a_replaced_version_goes_on_to_its_end_and_then_it_is_droppe
     source = write_numbered(tmp_path / "source", NUM_ROWS, files=8)
     old = load(leasing, name, source)
     dataset = CacheIterableDataset(
-        name, endpoint=leasing.endpoint, batch_size=10, prefetch_batches=1, message_bytes=100,
-        local=local,
-    )  # fmt: skip
+        name,
+        cache=Connection(leasing.endpoint, local=local),
+        batch_size=10,
+        reading=Reading(prefetch_batches=1, message_bytes=100),
+    )
     steps = iter(dataset)
     rows = next(steps)["row"].tolist()
 
@@ -93,9 +95,12 @@ def test_steps_keep_a_version_also_while_a_window_lasts_longer_than_a_lease(
         old = load(cluster, "slow", source)
         # Windows of 80 rows, of which three are fetched ahead.
         dataset = CacheIterableDataset(
-            "slow", endpoint=cluster.endpoint, batch_size=1, columns=["row"],
-            prefetch_batches=1, message_bytes=160 if not local else 2**21, local=local,
-        )  # fmt: skip
+            "slow",
+            cache=Connection(cluster.endpoint, local=local),
+            batch_size=1,
+            columns=["row"],
+            reading=Reading(prefetch_batches=1, message_bytes=160 if not local else 2**21),
+        )
         steps = iter(dataset)
         rows = next(steps)["row"].tolist()
         load(cluster, "slow", write_numbered(source, 10))
@@ -115,7 +120,7 @@ def test_passes_of_new_processes_that_are_shorter_than_a_lease_keep_it(tmp_path:
     source = write_numbered(tmp_path / "source", NUM_ROWS, files=8)
     with LocalCluster(1, lease_s=LEASE_S, insecure=True) as cluster:
         old = load(cluster, "short", source)
-        dataset = CacheIterableDataset("short", endpoint=cluster.endpoint, batch_size=10)
+        dataset = CacheIterableDataset("short", cache=cluster.endpoint, batch_size=10)
         load(cluster, "short", write_numbered(source, 10))
 
         over = time.monotonic() + 2 * LEASE_S
@@ -149,7 +154,7 @@ def test_a_lease_is_renewed_by_another_node_when_the_endpoint_is_gone(tmp_path: 
         old = load(cluster, "table", source)
         # As if it were time to renew the lease before every fetch.
         shards = replace(
-            shard_maps.wait_for_plan(cluster.endpoint, "table", (), WAIT_S), lease_s=0.0
+            shard_maps.wait_for_shard_map(cluster.endpoint, "table", (), WAIT_S), lease_s=0.0
         )
         endpoint = f"grpc://127.0.0.1:{closed.getsockname()[1]}"
         with reading_reader.Reader(
@@ -175,7 +180,7 @@ def test_rows_of_files_do_not_wait_for_a_node_that_hangs_when_a_lease_is_renewed
         load(cluster, "table", source)
         # As if it were time to renew the lease before every fetch.
         shards = replace(
-            shard_maps.wait_for_plan(cluster.endpoint, "table", (), WAIT_S), lease_s=0.0
+            shard_maps.wait_for_shard_map(cluster.endpoint, "table", (), WAIT_S), lease_s=0.0
         )
         with reading_reader.Reader(
             cluster.endpoint, shards, local=local_shards.LocalShards(shards, ())
@@ -198,7 +203,9 @@ def test_a_lease_is_renewed_after_a_moment_in_which_no_thread_began(
 ) -> None:
     load(leasing, "crowded", write_numbered(tmp_path / "source", NUM_ROWS))
     # As if it were time to renew the lease before every fetch.
-    shards = replace(shard_maps.wait_for_plan(leasing.endpoint, "crowded", (), WAIT_S), lease_s=0.0)
+    shards = replace(
+        shard_maps.wait_for_shard_map(leasing.endpoint, "crowded", (), WAIT_S), lease_s=0.0
+    )
     local = local_shards.LocalShards(shards)
     with reading_reader.Reader(leasing.endpoint, shards, local=local) as reader:
         begun = local.leased_at

@@ -415,7 +415,7 @@ def test_load_without_waiting_returns_at_once_and_the_failure_is_told_later(
 @pytest.fixture(scope="module")
 def small() -> Iterator[LocalCluster]:
     """Two nodes of 100 KiB each."""
-    with LocalCluster(num_nodes=2, memory_limit_bytes=100 * 1024) as cluster:
+    with LocalCluster(nodes=2, memory_limit_bytes=100 * 1024) as cluster:
         yield cluster
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from cache_client import CacheClient, CacheIterableDataset, DatasetNotFoundError
+from cache_client import CacheClient, CacheIterableDataset, Connection, DatasetNotFoundError
 from cache_server import LocalCluster
 from tests import forked_python
 from tests.conftest import numbered_table, write_numbered
@@ -445,9 +445,14 @@ def test_a_trainer_that_starts_before_the_nodes_waits_for_the_load(
         first.start()
         first.wait_for_log("waiting for nodes")
         with pytest.raises(DatasetNotFoundError):
-            CacheIterableDataset("other", endpoint=first.endpoint, batch_size=8, deadline_s=1.0)
+            CacheIterableDataset(
+                "other", cache=Connection(first.endpoint, deadline_s=1.0), batch_size=8
+            )
         trainer = pool.submit(
-            CacheIterableDataset, "table", endpoint=first.endpoint, batch_size=8, deadline_s=1.0
+            CacheIterableDataset,
+            "table",
+            cache=Connection(first.endpoint, deadline_s=1.0),
+            batch_size=8,
         )
         second.start()
         assert trainer.result(WAIT_S).num_rows == NUM_ROWS

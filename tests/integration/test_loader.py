@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, random_split
 from cache_client import CacheClient, CacheIterableDataset, ConfigError, DatasetSpec
 from cache_server import LocalCluster
 from tests.conftest import rows_of, write_numbered
+from tests.job_arguments import grouped
 
 ROWS = 203  # 13 steps of 16, the last of 11
 
@@ -31,7 +32,7 @@ def table(cluster: LocalCluster, tmp_path_factory: pytest.TempPathFactory) -> It
 @pytest.fixture
 def dataset(cluster: LocalCluster, table: str) -> CacheIterableDataset:
     return CacheIterableDataset(
-        table, endpoint=cluster.endpoint, batch_size=16, shuffle=True, columns=["row"]
+        table, cache=cluster.endpoint, batch_size=16, shuffle=True, columns=["row"]
     )
 
 
@@ -69,7 +70,9 @@ def test_a_wrapper_that_divides_again_is_refused_where_the_rows_are_divided_alre
     cluster: LocalCluster, table: str, workers: int
 ) -> None:
     def wrapped(**ranks: int) -> DataLoader[Any]:
-        made = CacheIterableDataset(table, endpoint=cluster.endpoint, batch_size=16, **ranks)
+        made = CacheIterableDataset(
+            table, **grouped(cache=cluster.endpoint, batch_size=16, **ranks)
+        )
         return DataLoader(Every(made, 0, 2), batch_size=None, num_workers=workers)
 
     with pytest.raises(ConfigError, match="Every would divide the rows of each rank by 2 again"):
@@ -93,7 +96,7 @@ def test_the_loader_keeps_the_format_of_the_batches(
     cluster: LocalCluster, table: str, workers: int, batch_format: Any
 ) -> None:
     made = CacheIterableDataset(
-        table, endpoint=cluster.endpoint, batch_size=16, batch_format=batch_format
+        table, cache=cluster.endpoint, batch_size=16, batch_format=batch_format
     )
     batch = next(iter(made.loader(num_workers=workers)))
     kind = {"torch": torch.Tensor, "numpy": np.ndarray, "arrow": pa.ChunkedArray | pa.Array}
@@ -122,7 +125,7 @@ def test_the_state_of_the_loader_needs_no_count_of_steps(
     del batch
     gc.collect()
     resumed = CacheIterableDataset(
-        dataset.name, endpoint=cluster.endpoint, batch_size=8, shuffle=True, columns=["row"]
+        dataset.name, cache=cluster.endpoint, batch_size=8, shuffle=True, columns=["row"]
     ).loader(num_workers=2 - workers)
     resumed.load_state_dict(state)
     assert sorted(taken[: 5 * 16] + rows_of(resumed)) == list(range(ROWS))
@@ -218,9 +221,8 @@ def test_a_mask_tells_the_rows_that_fill_the_last_batch(
     seen = []
     for rank in range(3):
         made = CacheIterableDataset(
-            table, endpoint=cluster.endpoint, batch_size=10, shuffle=True, pad_mask="valid",
-            batch_format=batch_format, rank=rank, world_size=3,
-        )  # fmt: skip
+            table, cache=cluster.endpoint, batch_size=10, shuffle=True, pad_mask="valid",
+            batch_format=batch_format, rank=rank, world_size=3)  # fmt: skip
         batches = list(made.loader(num_workers=workers))
         assert len(batches) == len(made) == 7
         for batch in batches:
@@ -233,7 +235,7 @@ def test_a_mask_tells_the_rows_that_fill_the_last_batch(
 def test_a_padded_pass_resumes(cluster: LocalCluster, table: str) -> None:
     def made() -> CacheIterableDataset:
         return CacheIterableDataset(
-            table, endpoint=cluster.endpoint, batch_size=64, shuffle=True, pad_mask="valid"
+            table, cache=cluster.endpoint, batch_size=64, shuffle=True, pad_mask="valid"
         )
 
     first, rest = made(), made()
@@ -249,8 +251,8 @@ def test_a_padded_pass_resumes(cluster: LocalCluster, table: str) -> None:
 def test_a_mask_needs_a_new_name_and_a_last_step(cluster: LocalCluster, table: str) -> None:
     options: dict[str, Any] = {"endpoint": cluster.endpoint, "batch_size": 8}
     with pytest.raises(ConfigError, match="pad_mask adds a column 'row', and batches have one"):
-        CacheIterableDataset(table, pad_mask="row", **options)
+        CacheIterableDataset(table, **grouped(pad_mask="row", **options))
     with pytest.raises(ConfigError, match="pad_mask must be the name of a new column, got True"):
-        CacheIterableDataset(table, pad_mask=True, **options)
+        CacheIterableDataset(table, **grouped(pad_mask=True, **options))
     with pytest.raises(ConfigError, match="pad_mask and drop_last exclude each other"):
-        CacheIterableDataset(table, pad_mask="valid", drop_last=True, **options)
+        CacheIterableDataset(table, **grouped(pad_mask="valid", drop_last=True, **options))

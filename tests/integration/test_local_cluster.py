@@ -17,7 +17,7 @@ import psutil
 import pyarrow.flight as flight
 import pytest
 
-from cache_client import CacheClient, CacheError, ConfigError, DatasetSpec
+from cache_client import CacheClient, CacheError, ConfigError, Connection, DatasetSpec
 from cache_server import LocalCluster
 from cache_server.local import LocalNode
 from tests import forked_python
@@ -53,7 +53,7 @@ def test_the_endpoint_is_the_coordinators_and_every_node_is_a_process(
 def test_a_number_of_nodes_and_a_directory_of_another_type_are_quoted(bad: object) -> None:
     with pytest.raises(ConfigError) as caught:
         LocalCluster(bad, 5)  # type: ignore[arg-type]
-    assert f"num_nodes must be a number of nodes, got {bad!r}" in str(caught.value)
+    assert f"nodes must be a number of nodes, got {bad!r}" in str(caught.value)
     assert "cache_dir must be a path, got 5" in str(caught.value)
 
 
@@ -72,7 +72,7 @@ def test_every_bad_setting_of_the_nodes_is_quoted_before_a_process_is_started(
             0, "", memory_limit_bytes=2.5, huge_pages="no", node_timeout_s="x", lease_s=-1
         )
     for words in (
-        "num_nodes must be at least 1, got 0",
+        "nodes must be at least 1, got 0",
         "cache_dir must be a path, got ''",
         "memory_limit_bytes must be a size in bytes such as 64MiB, got 2.5",
         "huge_pages must be True or False, got 'no'",
@@ -103,7 +103,7 @@ def test_integers_of_numpy_make_a_cluster() -> None:
 
 @pytest.mark.usefixtures("executed_nodes")
 def test_a_temporary_directory_and_the_processes_are_gone_when_it_closes() -> None:
-    with LocalCluster(num_nodes=1) as cluster:
+    with LocalCluster(nodes=1) as cluster:
         directory, pid = cluster.cache_dir, cluster.nodes[0].pid
         assert directory.is_dir() and is_running(pid)
 
@@ -113,7 +113,7 @@ def test_a_temporary_directory_and_the_processes_are_gone_when_it_closes() -> No
 
 
 def test_a_given_directory_is_kept_with_a_folder_for_each_node(tmp_path: Path) -> None:
-    with LocalCluster(num_nodes=2, cache_dir=tmp_path / "cache") as cluster:
+    with LocalCluster(nodes=2, cache_dir=tmp_path / "cache") as cluster:
         assert [node.cache_dir for node in cluster.nodes] == [
             tmp_path / "cache" / "node-0",
             tmp_path / "cache" / "node-1",
@@ -123,8 +123,8 @@ def test_a_given_directory_is_kept_with_a_folder_for_each_node(tmp_path: Path) -
 
 
 def test_a_dataset_may_be_called_as_a_file_of_the_node_would_be(tmp_path: Path) -> None:
-    with LocalCluster(num_nodes=1) as cluster:
-        client = CacheClient(cluster.endpoint, timeout_s=WAIT_S)
+    with LocalCluster(nodes=1) as cluster:
+        client = CacheClient(Connection(cluster.endpoint, deadline_s=WAIT_S))
         client.load(DatasetSpec("log", write_numbered(tmp_path / "source", 20)))
 
         assert client.head("log", 20).column("row").to_pylist() == [*range(20)]
@@ -132,9 +132,9 @@ def test_a_dataset_may_be_called_as_a_file_of_the_node_would_be(tmp_path: Path) 
 
 
 def test_a_killed_node_is_down_and_its_restart_keeps_ports_name_and_rows(tmp_path: Path) -> None:
-    with LocalCluster(num_nodes=1) as cluster:
+    with LocalCluster(nodes=1) as cluster:
         (node,) = cluster.nodes
-        client = CacheClient(cluster.endpoint, timeout_s=WAIT_S)
+        client = CacheClient(Connection(cluster.endpoint, deadline_s=WAIT_S))
         client.load(DatasetSpec("table", write_numbered(tmp_path / "source", 20)))
         pid, endpoint, node_id = node.pid, node.endpoint, node.node_id
 
@@ -153,9 +153,9 @@ def test_a_killed_node_is_down_and_its_restart_keeps_ports_name_and_rows(tmp_pat
 def test_a_restart_of_a_running_node_ends_it_in_order_first_and_keeps_its_rows(
     tmp_path: Path,
 ) -> None:
-    with LocalCluster(num_nodes=1) as cluster:
+    with LocalCluster(nodes=1) as cluster:
         (node,) = cluster.nodes
-        client = CacheClient(cluster.endpoint, timeout_s=WAIT_S)
+        client = CacheClient(Connection(cluster.endpoint, deadline_s=WAIT_S))
         client.load(DatasetSpec("table", write_numbered(tmp_path / "source", 20)))
         first = node.pid
 
@@ -176,8 +176,8 @@ def test_a_node_is_not_started_twice(cluster: LocalCluster) -> None:
 
 @pytest.mark.parametrize("num_nodes", [0, -1])
 def test_a_cluster_of_no_nodes_is_refused_with_the_number(num_nodes: int) -> None:
-    with pytest.raises(ConfigError, match=f"num_nodes must be at least 1, got {num_nodes}"):
-        LocalCluster(num_nodes=num_nodes)
+    with pytest.raises(ConfigError, match=f"nodes must be at least 1, got {num_nodes}"):
+        LocalCluster(nodes=num_nodes)
 
 
 def test_an_empty_directory_name_is_refused_and_is_not_the_working_directory() -> None:
@@ -188,21 +188,21 @@ def test_an_empty_directory_name_is_refused_and_is_not_the_working_directory() -
 def test_a_directory_that_cannot_be_made_is_refused_with_its_path(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=rf"cannot use cache_dir {tmp_path}/file/cache"):
-        LocalCluster(num_nodes=1, cache_dir=tmp_path / "file" / "cache")
+        LocalCluster(nodes=1, cache_dir=tmp_path / "file" / "cache")
 
 
 def test_a_node_that_cannot_start_gives_its_log_and_the_others_are_ended(tmp_path: Path) -> None:
     with (
-        LocalCluster(num_nodes=1, cache_dir=tmp_path / "cache"),
+        LocalCluster(nodes=1, cache_dir=tmp_path / "cache"),
         pytest.raises(
             ConfigError, match=r"(?s)did not start: .*node-0 is used by another cache node"
         ),
     ):
-        LocalCluster(num_nodes=1, cache_dir=tmp_path / "cache")
+        LocalCluster(nodes=1, cache_dir=tmp_path / "cache")
 
 
 def test_the_ports_of_a_node_that_is_down_are_given_to_nobody_else(tmp_path: Path) -> None:
-    with LocalCluster(num_nodes=1, cache_dir=tmp_path / "cache") as cluster:
+    with LocalCluster(nodes=1, cache_dir=tmp_path / "cache") as cluster:
         (node,) = cluster.nodes
         ports = [int(at.rpartition(":")[2]) for at in (node.endpoint, node.control_location)]
         node.kill()
@@ -217,7 +217,7 @@ def test_the_ports_of_a_node_that_is_down_are_given_to_nobody_else(tmp_path: Pat
 
 
 def test_a_node_whose_port_was_taken_by_force_gives_its_log(tmp_path: Path) -> None:
-    with LocalCluster(num_nodes=1, cache_dir=tmp_path / "cache") as cluster:
+    with LocalCluster(nodes=1, cache_dir=tmp_path / "cache") as cluster:
         (node,) = cluster.nodes
         port = int(node.endpoint.rpartition(":")[2])
         node.kill()
@@ -233,7 +233,7 @@ def test_a_node_whose_port_was_taken_by_force_gives_its_log(tmp_path: Path) -> N
 
 
 def test_the_memory_limit_is_that_of_each_node() -> None:
-    with LocalCluster(num_nodes=1, memory_limit_bytes=123_456) as cluster:
+    with LocalCluster(nodes=1, memory_limit_bytes=123_456) as cluster:
         (node,) = CacheClient(cluster.endpoint).nodes()
     assert node.memory_limit_bytes == 123_456
 
@@ -255,7 +255,7 @@ def test_nodes_start_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
 
     before = len(psutil.Process().children())
     monkeypatch.setattr(LocalNode, "wait_until_listening", wait_and_count)
-    with LocalCluster(num_nodes=2) as cluster:
+    with LocalCluster(nodes=2) as cluster:
         assert running[0] >= before + 2
         assert len({node.control_location for node in cluster.nodes}) == 2
 
@@ -306,7 +306,7 @@ def test_an_interrupt_while_the_thread_that_starts_a_node_starts_ends_the_node(
 
 
 def test_an_error_inside_the_block_ends_the_processes() -> None:
-    with pytest.raises(ZeroDivisionError), LocalCluster(num_nodes=1) as cluster:
+    with pytest.raises(ZeroDivisionError), LocalCluster(nodes=1) as cluster:
         pid, directory = cluster.nodes[0].pid, cluster.cache_dir
         raise ZeroDivisionError
     assert not is_running(pid)
@@ -319,7 +319,7 @@ from cache_server import LocalCluster
 from cache_server.local import LocalNode
 
 if __name__ == "__main__":
-    cluster = LocalCluster(num_nodes=2)
+    cluster = LocalCluster(nodes=2)
     print(cluster.cache_dir, *(node.pid for node in cluster.nodes), flush=True)
     while True:  # a signal just before a longer wait would not be noticed
         time.sleep(0.05)
@@ -351,7 +351,7 @@ def test_nodes_and_their_files_do_not_outlive_their_parent_however_it_ends(
 
 def test_an_interrupt_of_the_whole_terminal_leaves_the_nodes_to_their_parent() -> None:
     """Ctrl-C reaches every process of the group, and a trainer may want to save its state first."""
-    with LocalCluster(num_nodes=1) as cluster:
+    with LocalCluster(nodes=1) as cluster:
         psutil.Process(cluster.nodes[0].pid).send_signal(signal.SIGINT)
 
         with connect(cluster.endpoint) as client:

@@ -10,7 +10,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from cache_client import CacheClient, CacheDataset, CacheIterableDataset, DatasetSpec
+from cache_client import (
+    CacheClient,
+    CacheDataset,
+    CacheIterableDataset,
+    Connection,
+    DatasetSpec,
+    Reading,
+)
 from cache_client.flight import streams
 from cache_server import LocalCluster
 from tests.waiting import wait_until
@@ -80,9 +87,12 @@ def test_the_first_window_is_not_the_whole_table(
     message_bytes: int,
 ) -> None:
     dataset = CacheIterableDataset(
-        table, endpoint=cluster.endpoint, batch_size=4, prefetch_batches=1, shuffle=shuffle,
-        local=local,
-    )  # fmt: skip
+        table,
+        cache=Connection(cluster.endpoint, local=local),
+        batch_size=4,
+        reading=Reading(prefetch_batches=1),
+        shuffle=shuffle,
+    )
     rows: list[int] = []
     for batch in dataset:
         assert docs_say_their_row(batch)
@@ -97,7 +107,9 @@ def test_the_first_window_is_not_the_whole_table(
 def test_a_batch_may_be_longer_than_a_message(
     cluster: LocalCluster, table: str, messages: list[int]
 ) -> None:
-    dataset = CacheIterableDataset(table, endpoint=cluster.endpoint, batch_size=128, local=False)
+    dataset = CacheIterableDataset(
+        table, cache=Connection(cluster.endpoint, local=False), batch_size=128
+    )
     batches = list(dataset)
     assert [len(batch["doc"]) for batch in batches] == [128, 128, 44]
     assert all(docs_say_their_row(batch) for batch in batches)
@@ -117,9 +129,11 @@ def test_large_batches_are_fetched_ahead_by_their_bytes_unless_a_number_is_given
     monkeypatch.setattr("cache_client.reading.window_sizes._PREFETCHED_BYTES", 8 * MEBI)
     monkeypatch.setattr("cache_client.reading.window_sizes._WINDOW_BYTES", MEBI)  # a batch
     dataset = CacheIterableDataset(
-        table, endpoint=cluster.endpoint, batch_size=10, prefetch_batches=given,
-        message_bytes=MEBI // 4, local=False,
-    )  # fmt: skip
+        table,
+        cache=Connection(cluster.endpoint, local=False),
+        batch_size=10,
+        reading=Reading(prefetch_batches=given, message_bytes=MEBI // 4),
+    )
     batches = iter(dataset)
     next(batches)
     # What is taken makes room for one more.
@@ -134,7 +148,7 @@ def test_the_fixed_columns_that_are_left_out_do_not_count(
     def first_window(*columns: str) -> int:
         fetches.clear()
         dataset = CacheIterableDataset(
-            table, endpoint=cluster.endpoint, batch_size=1, columns=columns, local=False
+            table, cache=Connection(cluster.endpoint, local=False), batch_size=1, columns=columns
         )
         for _ in dataset:
             pass
@@ -151,7 +165,7 @@ def test_rows_by_number_are_fetched_in_several_goes(
 ) -> None:
     monkeypatch.setattr("cache_client.training.random_access.FETCH_BYTES", MEBI)
     numbers = [299, 0, *range(100, 130)]
-    with CacheDataset(table, endpoint=cluster.endpoint) as dataset:
+    with CacheDataset(table, cache=cluster.endpoint) as dataset:
         batch = dataset.fetch(numbers)
     assert batch["row"].tolist() == numbers and docs_say_their_row(batch)
     assert max(fetches) == MEBI // (LONG_BYTES + IMAGE_BYTES + 100)

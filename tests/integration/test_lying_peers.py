@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.flight as flight
 import pytest
 
-from cache_client import CacheClient, CacheIterableDataset, DatasetSpec
+from cache_client import CacheClient, CacheIterableDataset, Connection, DatasetSpec, Reading
 from cache_protocol.errors import RequestError
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.v1 import cache_pb2_grpc
@@ -112,7 +112,7 @@ def test_a_reader_reads_on_while_made_up_nodes_lie_about_its_shards(
         with grpc.insecure_channel(cluster.nodes[0].control_location) as channel:
             coordinator = cache_pb2_grpc.CoordinatorStub(channel)
             dataset = CacheIterableDataset(
-                dataset_name, batch_size=500, endpoint=cluster.endpoint, columns=["row"]
+                dataset_name, batch_size=500, cache=cluster.endpoint, columns=["row"]
             )
             for batch in dataset:
                 coordinator.Heartbeat(report)
@@ -163,9 +163,11 @@ def test_no_reader_gets_a_row_of_nodes_that_repeat_the_checksums_of_others(
                 coordinator.Heartbeat(report)
             for local in (False, True):
                 dataset = CacheIterableDataset(
-                    dataset_name, batch_size=500, endpoint=cluster.endpoint, columns=["row"],
-                    local=local,
-                )  # fmt: skip
+                    dataset_name,
+                    batch_size=500,
+                    cache=Connection(cluster.endpoint, local=local),
+                    columns=["row"],
+                )
                 assert [row for batch in dataset for row in batch["row"].tolist()] == [*range(4000)]
             described = coordinator.GetDataset(pb.GetDatasetRequest(name=dataset_name)).dataset
             assert {node.id for node in described.nodes} <= honest
@@ -197,9 +199,11 @@ def test_no_reader_gets_a_row_of_a_process_that_lies(
         for line in liar.stdout:
             name, gathers, _ = line.split()
             dataset = CacheIterableDataset(
-                dataset_name, batch_size=500, endpoint=cluster.endpoint, columns=["row"],
-                local=False,
-            )  # fmt: skip
+                dataset_name,
+                batch_size=500,
+                cache=Connection(cluster.endpoint, local=False),
+                columns=["row"],
+            )
             assert [row for batch in dataset for row in batch["row"].tolist()] == [*range(4000)]
             assert not int(gathers)
             if any(node.id == name and node.untrusted for node in client.nodes()):
@@ -300,9 +304,12 @@ def test_a_reader_with_a_replica_soon_leaves_a_frozen_node(
         try:
             for freeze_at in (None, 20, None):  # the last reader opens new connections
                 dataset = CacheIterableDataset(
-                    dataset_name, batch_size=100, endpoint=cluster.endpoint, columns=["row"],
-                    local=False, prefetch_batches=1, message_bytes=4096,
-                )  # fmt: skip
+                    dataset_name,
+                    batch_size=100,
+                    cache=Connection(cluster.endpoint, local=False),
+                    columns=["row"],
+                    reading=Reading(prefetch_batches=1, message_bytes=4096),
+                )
                 rows, waits_s, before = [], [], time.monotonic()
                 for number, batch in enumerate(dataset):
                     waits_s.append(time.monotonic() - before)

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from cache_client import CacheClient, CacheIterableDataset, DatasetSpec
+from cache_client import CacheClient, CacheIterableDataset, Connection, DatasetSpec
 from cache_protocol.cli.output import size
 from cache_protocol.storage.memory_budget import loading_bytes, loads_at_once, shard_bytes
 from cache_server import LocalCluster
@@ -67,7 +67,7 @@ def anonymous_bytes(pid: int) -> int:
 def test_memory_stays_bounded_while_a_gigabyte_is_loaded_and_streamed(
     big_source: Path,
 ) -> None:
-    with LocalCluster(num_nodes=1) as cluster:
+    with LocalCluster(nodes=1) as cluster:
         pid = cluster.nodes[0].pid
         before = anonymous_bytes(pid)
         spec = DatasetSpec("big", big_source, target_shard_bytes=64 << 20)
@@ -87,9 +87,12 @@ def test_memory_stays_bounded_while_a_gigabyte_is_loaded_and_streamed(
             (True, lambda: anonymous_bytes(client.pid)),
         ):
             dataset = CacheIterableDataset(
-                "big", endpoint=cluster.endpoint, batch_size=1024, shuffle=True, local=local,
+                "big",
+                cache=Connection(cluster.endpoint, local=local),
+                batch_size=1024,
+                shuffle=True,
                 stack={"x": [f"c{i}" for i in range(COLUMNS)]},
-            )  # fmt: skip
+            )
             start, rows = memory(), 0
             with peak_of(memory) as client_peak:
                 for batch in dataset:

@@ -22,6 +22,7 @@ from cache_client import (
     CacheIterableDataset,
     CacheMixture,
     ConfigError,
+    Connection,
     DatasetSpec,
     StaleVersionError,
 )
@@ -30,6 +31,7 @@ from cache_client.order import order as ordering
 from cache_client.views import mixing
 from cache_server import LocalCluster
 from tests.conftest import numbered_table
+from tests.job_arguments import grouped
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
@@ -69,7 +71,9 @@ def made(
 ) -> CacheMixture:
     options = {"batch_size": 16, "shuffle": True, "seed": 5, "rank": 0, "world_size": 1}
     web, code = (
-        CacheIterableDataset(f"mix-{name}", endpoint=endpoint, local=local, **options | arguments)
+        CacheIterableDataset(
+            f"mix-{name}", **grouped(cache=Connection(endpoint, local=local), **options | arguments)
+        )
         for name in ("web", "code")
     )
     given = {"stop": "all_exhausted", "source_column": "source"} | (of_mixture or {})
@@ -202,7 +206,7 @@ def test_padding_pickles_and_other_formats_hold_for_a_mixture(tables: str) -> No
 def test_sources_that_differ_are_refused_with_both_values(tables: str) -> None:
     def of(name: str, **arguments: Any) -> CacheIterableDataset:
         options = {"batch_size": 16} | arguments
-        return CacheIterableDataset(f"mix-{name}", endpoint=tables, **options)
+        return CacheIterableDataset(f"mix-{name}", **grouped(cache=tables, **options))
 
     with pytest.raises(ConfigError, match=r"'one' has 'a' float, 'two' has 'a' int32, 'more' bool"):
         CacheMixture({"one": (of("web"), 1), "two": (of("wide"), 1)})
@@ -239,7 +243,7 @@ def test_sources_that_differ_are_refused_with_both_values(tables: str) -> None:
 def test_a_state_of_something_else_is_refused(tables: str) -> None:
     mixture = made(tables)
     state = mixture.state_dict()
-    plain = CacheIterableDataset("mix-web", endpoint=tables, batch_size=16, shuffle=True, seed=5)
+    plain = CacheIterableDataset("mix-web", cache=tables, batch_size=16, shuffle=True, seed=5)
     with pytest.raises(StaleVersionError):
         mixture.load_state_dict(plain.state_dict())
     with pytest.raises(ConfigError, match="mixture"):
@@ -260,9 +264,9 @@ def test_a_lost_file_is_read_from_its_node(tables: str, fetches: list[int]) -> N
     mixture = made(tables)
     batches = iter(mixture)
     next(batches)
-    source = mixture._source
-    assert source._process_shards is not None
-    local = source._process_shards[1]
+    source = mixture.opened.source
+    local = source._process_shards.latest()
+    assert local is not None
     lost = sorted(local.shards)[0]
     with local._lock:
         del local._files[lost]
@@ -284,7 +288,7 @@ def test_images_are_decoded_from_both_sources(tables: str, tmp_path: Path) -> No
     try:
         for workers in (0, 1):
             dataset = CacheIterableDataset(
-                "mix-images", endpoint=tables, batch_size=2, decode={"image": "rgb"}
+                "mix-images", cache=tables, batch_size=2, decode={"image": "rgb"}
             )
             one, two = dataset.loader(num_workers=workers)
             assert [tuple(image.shape) for image in one["image"]] == [(3, 2, 3), (3, 2, 4)]

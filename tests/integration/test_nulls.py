@@ -73,6 +73,6 @@ def test_nulls_of_floats_are_refused_on_demand(
 
 def test_the_counts_survive_a_restart_of_the_cache(source: Path, tmp_path: Path) -> None:
     for _ in range(2):
-        with LocalCluster(num_nodes=1, cache_dir=tmp_path / "cache") as cluster:
+        with LocalCluster(nodes=1, cache_dir=tmp_path / "cache") as cluster:
             client = CacheClient(cluster.endpoint)
             assert client.load(DatasetSpec("kept", source)).nulls == {"x": 3, "d": 1}

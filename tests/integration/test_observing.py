@@ -19,6 +19,7 @@ from cache_client.order import order
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server import LocalCluster
 from tests.conftest import write_numbered
+from tests.job_arguments import grouped
 from tests.waiting import wait_until
 
 ROWS, BATCH, WORLD = 1003, 16, 2
@@ -47,7 +48,8 @@ def ranks(cluster: LocalCluster, table: str) -> Ranks:
         world = given.pop("world_size", WORLD)
         return [
             CacheIterableDataset(
-                table, endpoint=cluster.endpoint, rank=rank, world_size=world, job=job, **given
+                table,
+                **grouped(cache=cluster.endpoint, rank=rank, world_size=world, job=job, **given),
             )
             for rank in range(world)
         ]

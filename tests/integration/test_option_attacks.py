@@ -15,7 +15,7 @@ import pytest
 from pyiceberg.schema import Schema
 from pyiceberg.types import LongType, NestedField
 
-from cache_client import CacheClient, DatasetSpec
+from cache_client import CacheClient, Connection, DatasetSpec
 from cache_protocol.errors import CacheError
 from cache_server.local import LocalNode
 from tests.iceberg_tables import opened_catalog
@@ -98,7 +98,7 @@ def writer(tmp_path_factory: pytest.TempPathFactory, catalogue: str) -> Iterator
     node = LocalNode(folder / "node", arguments, TOKENS["node"])
     try:
         node.start()
-        yield CacheClient(node.endpoint, token=TOKENS["writer"])
+        yield CacheClient(Connection(node.endpoint, token=TOKENS["writer"]))
         assert node.exit_code is None
     finally:
         node.close()

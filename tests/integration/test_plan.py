@@ -204,7 +204,7 @@ def test_the_steps_of_a_job_are_foretold(
     client.load(spec)
 
     dataset = CacheIterableDataset(
-        dataset_name, endpoint=cluster.endpoint, batch_size=64, rank=0, world_size=3
+        dataset_name, cache=cluster.endpoint, batch_size=64, rank=0, world_size=3
     )
     assert forecast.steps_per_epoch == len(dataset)
     assert forecast.step_bytes == 64 * (8 + 8)

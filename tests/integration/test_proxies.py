@@ -31,7 +31,7 @@ def cluster(proxy: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[L
     """Of two nodes, each with a copy of every shard: of half of them from the other node."""
     folder = tmp_path_factory.mktemp("numbered")
     write_numbered(folder, NUM_ROWS, files=4)
-    with LocalCluster(num_nodes=2) as running:
+    with LocalCluster(nodes=2) as running:
         spec = DatasetSpec(name="numbered", source=str(folder), replicas=2)
         CacheClient(running.endpoint).load(spec, timeout_s=60)
         yield running

@@ -27,6 +27,7 @@ from cache_client import (
     CacheDataset,
     CacheIterableDataset,
     ConfigError,
+    Connection,
     DatasetNotFoundError,
     DatasetSpec,
     RequestError,
@@ -36,6 +37,7 @@ from cache_client.training import random_access
 from cache_server import LocalCluster
 from tests import forked_python
 from tests.conftest import numbered_table, write_numbered
+from tests.job_arguments import grouped
 from tests.waiting import suspend
 
 ROWS = 1_000
@@ -57,7 +59,7 @@ def dataset(
     cluster: LocalCluster, table: str, request: pytest.FixtureRequest
 ) -> Iterator[CacheDataset]:
     """Read from the files of this machine, and from nodes."""
-    with CacheDataset(table, endpoint=cluster.endpoint, local=request.param) as opened:
+    with CacheDataset(table, cache=Connection(cluster.endpoint, local=request.param)) as opened:
         yield opened
 
 
@@ -79,7 +81,7 @@ def test_row_i_is_source_row_i_with_one_value_for_each_column(dataset: CacheData
 def test_it_is_the_version_and_the_row_ids_of_the_iterable_dataset(
     cluster: LocalCluster, dataset: CacheDataset, table: str
 ) -> None:
-    iterable = CacheIterableDataset(table, endpoint=cluster.endpoint, batch_size=ROWS)
+    iterable = CacheIterableDataset(table, cache=cluster.endpoint, batch_size=ROWS)
     assert (dataset.fingerprint, dataset.num_rows) == (iterable.fingerprint, iterable.num_rows)
     assert dataset.name == iterable.name == table
     (whole,) = iterable
@@ -89,7 +91,7 @@ def test_it_is_the_version_and_the_row_ids_of_the_iterable_dataset(
 
 
 def test_a_loop_over_it_ends_where_the_rows_end(cluster: LocalCluster, table: str) -> None:
-    with CacheDataset(table, endpoint=cluster.endpoint, columns=["row"]) as dataset:
+    with CacheDataset(table, cache=cluster.endpoint, columns=["row"]) as dataset:
         assert [int(row["row"]) for row in dataset] == list(range(ROWS))
 
 
@@ -139,7 +141,7 @@ def test_nested_lists_and_stacks_are_one_value_a_row(
     columns = {"image": images, "ragged": ragged, "x": np.arange(4.0), "y": np.arange(4.0)}
     pq.write_table(pa.table(columns), tmp_path / "t.parquet")
     client.load(DatasetSpec(dataset_name, tmp_path / "t.parquet"))
-    with CacheDataset(dataset_name, endpoint=cluster.endpoint, stack={"xy": ["x", "y"]}) as dataset:
+    with CacheDataset(dataset_name, cache=cluster.endpoint, stack={"xy": ["x", "y"]}) as dataset:
         row = dataset[2]
     assert list(row) == ["image", "ragged", "xy"]
     assert row["image"].tolist() == [12, 13, 14, 15, 16, 17]
@@ -148,11 +150,11 @@ def test_nested_lists_and_stacks_are_one_value_a_row(
 
 
 def test_numpy_and_arrow_rows(cluster: LocalCluster, table: str) -> None:
-    with CacheDataset(table, endpoint=cluster.endpoint, batch_format="numpy") as dataset:
+    with CacheDataset(table, cache=cluster.endpoint, batch_format="numpy") as dataset:
         row = dataset[4]
         assert (type(row["row"]), type(row["a"])) == (np.int64, np.float32)
         assert row == {"row": 4, "a": 2.0, "b": 8.0, "label": 4, "text": "row 4"}
-    with CacheDataset(table, endpoint=cluster.endpoint, batch_format="arrow") as dataset:
+    with CacheDataset(table, cache=cluster.endpoint, batch_format="arrow") as dataset:
         assert dataset[4] == {"row": 4, "a": 2.0, "b": 8.0, "label": 4, "text": "row 4"}
         assert dataset.fetch([4, 2]).column("row").to_pylist() == [4, 2]
 
@@ -175,7 +177,7 @@ def test_more_rows_than_one_fetch_may_bring_are_several_and_the_same(
 ) -> None:
     monkeypatch.setattr(random_access, "FETCH_BYTES", 5_200)
     monkeypatch.setattr(random_access, "row_bytes", lambda shards: 52)
-    with CacheDataset(table, endpoint=cluster.endpoint) as dataset:
+    with CacheDataset(table, cache=cluster.endpoint) as dataset:
         indices = np.random.default_rng(0).permutation(ROWS)[:950]
         batch = dataset.fetch(indices)
         rows = dataset.__getitems__(indices)
@@ -208,7 +210,7 @@ def test_no_rows_are_an_empty_batch(dataset: CacheDataset) -> None:
 
 def test_a_transform_gets_what_is_asked_for(cluster: LocalCluster, table: str) -> None:
     with CacheDataset(
-        table, endpoint=cluster.endpoint, transform=lambda it: it["row"] * 10
+        table, cache=cluster.endpoint, transform=lambda it: it["row"] * 10
     ) as dataset:
         assert int(dataset[7]) == 70
         assert [int(row) for row in dataset.__getitems__([1, 2])] == [10, 20]
@@ -286,7 +288,7 @@ def test_its_repr_tells_apart_what_reads_differently(cluster: LocalCluster, tabl
         {}, {"columns": ["row"]}, {"columns": ["a", "b"]}, {"batch_format": "numpy"},
         {"stack": {"x": ["a", "b"]}}, {"transform": numbered_table},
     ]  # fmt: skip
-    seen = {repr(CacheDataset(table, endpoint=cluster.endpoint, **v)) for v in variants}
+    seen = {repr(CacheDataset(table, **grouped(cache=cluster.endpoint, **v))) for v in variants}
     assert len(seen) == len(variants)
     assert not any(" at 0x" in text for text in seen)
 
@@ -294,7 +296,7 @@ def test_its_repr_tells_apart_what_reads_differently(cluster: LocalCluster, tabl
 def test_it_reads_again_after_it_was_closed_and_may_be_dropped_open(
     cluster: LocalCluster, table: str
 ) -> None:
-    dataset = CacheDataset(table, endpoint=cluster.endpoint)
+    dataset = CacheDataset(table, cache=cluster.endpoint)
     with dataset:
         assert int(dataset[1]["row"]) == 1
     assert int(dataset[2]["row"]) == 2
@@ -304,9 +306,11 @@ def test_it_reads_again_after_it_was_closed_and_may_be_dropped_open(
 
 def test_reads_that_run_when_it_is_closed_say_so_in_one_wording(tmp_path: Path) -> None:
     source = write_numbered(tmp_path / "t", ROWS)
-    with LocalCluster(num_nodes=1) as nodes:
+    with LocalCluster(nodes=1) as nodes:
         CacheClient(nodes.endpoint).load(DatasetSpec("t", source))
-        dataset = CacheDataset("t", endpoint=nodes.endpoint, local=False, deadline_s=WAIT_S)
+        dataset = CacheDataset(
+            "t", cache=Connection(nodes.endpoint, local=False, deadline_s=WAIT_S)
+        )
         assert [int(dataset[row]["row"]) for row in range(2)] == [0, 1]
         node = psutil.Process(nodes.nodes[0].pid)
         suspend(node)
@@ -327,12 +331,12 @@ def test_reads_that_run_when_it_is_closed_say_so_in_one_wording(tmp_path: Path) 
 INTERRUPTED = """
 import os, signal, sys, threading, time
 import psutil
-from cache_client import CacheDataset
+from cache_client import CacheDataset, Connection
 from tests.waiting import suspend
 
 endpoint, pid, wait_s = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
 signal.signal(signal.SIGINT, signal.default_int_handler)
-dataset = CacheDataset("t", endpoint=endpoint, local=False, deadline_s=wait_s)
+dataset = CacheDataset("t", cache=Connection(endpoint, local=False, deadline_s=wait_s))
 assert int(dataset[1]["row"]) == 1
 node = psutil.Process(pid)
 suspend(node)
@@ -362,7 +366,7 @@ def test_an_interrupt_ends_a_read_of_a_node_that_hangs_and_no_fork_waits_for_it(
 ) -> None:
     """In a process of its own: a fork also waits for the gRPC that other tests left."""
     source = write_numbered(tmp_path / "t", ROWS)
-    with LocalCluster(num_nodes=1) as nodes:
+    with LocalCluster(nodes=1) as nodes:
         CacheClient(nodes.endpoint).load(DatasetSpec("t", source))
         arguments = [nodes.endpoint, str(nodes.nodes[0].pid), str(8 * WAIT_S)]
         done = forked_python.run(
@@ -378,7 +382,7 @@ def test_a_read_that_can_begin_no_thread_says_so_and_a_later_one_reads(
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")  # as where a container has too many
 
-    with CacheDataset(table, endpoint=cluster.endpoint, local=False) as dataset:
+    with CacheDataset(table, cache=Connection(cluster.endpoint, local=False)) as dataset:
         with monkeypatch.context() as patch:
             patch.setattr(threading.Thread, "start", refuse)
             with pytest.raises(RuntimeError, match="can't start new thread"):
@@ -391,15 +395,15 @@ def test_a_read_that_can_begin_no_thread_says_so_and_a_later_one_reads(
 
 def test_every_bad_setting_is_quoted_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
-        CacheDataset("", endpoint="nowhere", deadline_s=0)
-    for words in ("''", "deadline_s", "got 0"):
+        CacheDataset("", cache="nowhere", stack=1)
+    for words in ("''", "got 'nowhere'", "got 1"):
         assert words in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
-        ({"dataset": "not-there"}, DatasetNotFoundError, "'not-there'"),
+        ({"name": "not-there"}, DatasetNotFoundError, "'not-there'"),
         ({"columns": ["nope"]}, RequestError, "'nope'"),
         ({"stack": {"x": ["text"]}}, ConfigError, "'text'"),
         ({"batch_format": "pandas"}, ConfigError, "'pandas'"),
@@ -409,7 +413,7 @@ def test_what_is_not_there_is_named(
     cluster: LocalCluster, table: str, arguments: Any, error: type[Exception], words: str
 ) -> None:
     with pytest.raises(error, match=words):
-        CacheDataset(endpoint=cluster.endpoint, **{"dataset": table, **arguments})
+        CacheDataset(**grouped(cache=cluster.endpoint, **{"name": table, **arguments}))
 
 
 # -- the guide -------------------------------------------------------------------------------------

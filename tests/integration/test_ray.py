@@ -37,11 +37,11 @@ from ray.train.torch import TorchConfig, TorchTrainer, prepare_data_loader
 endpoint, folder, cells = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
 
 def train_func(config):
-    from cache_client import CacheIterableDataset
+    from cache_client import CacheIterableDataset, Connection
     found = []
     for num_workers, method, local in config["cells"]:
         dataset = CacheIterableDataset(
-            "table", endpoint=config["endpoint"], batch_size=16, shuffle=True, local=local
+            "table", cache=Connection(config["endpoint"], local=local), batch_size=16, shuffle=True
         )
         options = {"multiprocessing_context": method} if num_workers else {}
         loader = prepare_data_loader(dataset.loader(num_workers=num_workers, **options))
@@ -84,7 +84,7 @@ def test_two_workers_of_a_torch_trainer_read_each_row_once(tmp_path: Path) -> No
         "RAY_USAGE_STATS_ENABLED": "0",
         "OMP_NUM_THREADS": "1",
     }
-    with LocalCluster(num_nodes=2) as cluster:
+    with LocalCluster(nodes=2) as cluster:
         source = write_numbered(tmp_path / "source", ROWS, files=2)
         CacheClient(cluster.endpoint).load(DatasetSpec("table", source))
         done = subprocess.run(

@@ -114,7 +114,7 @@ if __name__ == "__main__":
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[LocalCluster]:
-    with LocalCluster(num_nodes=2) as running:
+    with LocalCluster(nodes=2) as running:
         yield running
 
 

@@ -9,7 +9,14 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from cache_client import CacheClient, CacheIterableDataset, DatasetInfo, DatasetSpec
+from cache_client import (
+    CacheClient,
+    CacheIterableDataset,
+    Connection,
+    DatasetInfo,
+    DatasetSpec,
+    Reading,
+)
 from cache_protocol.errors import ConfigError
 from cache_server import LocalCluster
 from cache_server.config import NodeConfig
@@ -25,7 +32,7 @@ NUM_ROWS, FILES = 80, 8  # each file becomes a shard
 @pytest.fixture(scope="module")
 def restartable() -> Iterator[LocalCluster]:
     """Two nodes that these tests may end; all are running between two tests."""
-    with LocalCluster(num_nodes=2) as cluster:
+    with LocalCluster(nodes=2) as cluster:
         yield cluster
 
 
@@ -244,7 +251,7 @@ def test_a_load_that_was_under_way_when_everything_ended_goes_on(
 def test_a_cluster_on_the_directory_of_an_earlier_one_adopts_its_datasets(
     tmp_path: Path, source: Path
 ) -> None:
-    with LocalCluster(num_nodes=2, cache_dir=tmp_path / "cache") as first:
+    with LocalCluster(nodes=2, cache_dir=tmp_path / "cache") as first:
         client = CacheClient(first.endpoint)
         info = client.load(DatasetSpec("table", source, target_shard_bytes=1, replicas=2))
         wait_until(
@@ -254,7 +261,7 @@ def test_a_cluster_on_the_directory_of_an_earlier_one_adopts_its_datasets(
         )
     shutil.rmtree(source)
 
-    with LocalCluster(num_nodes=2, cache_dir=tmp_path / "cache") as second:
+    with LocalCluster(nodes=2, cache_dir=tmp_path / "cache") as second:
         again = wait_for(second, "ready")
 
         assert again.fingerprint == info.fingerprint
@@ -290,7 +297,7 @@ def test_a_coordinator_that_lost_its_disk_costs_no_reader_a_row_and_no_node_its_
     source: Path,
 ) -> None:
     spec = DatasetSpec("table", source, target_shard_bytes=1, replicas=2)
-    with LocalCluster(num_nodes=2) as cluster:
+    with LocalCluster(nodes=2) as cluster:
         client = CacheClient(cluster.endpoint)
         loaded = client.load(spec)
         expected = rows(cluster).column("row").to_pylist()
@@ -298,9 +305,11 @@ def test_a_coordinator_that_lost_its_disk_costs_no_reader_a_row_and_no_node_its_
             path: inode for path, inode in shard_files(cluster).items() if "node-1" in str(path)
         }
         dataset = CacheIterableDataset(
-            "table", endpoint=cluster.endpoint, batch_size=1, prefetch_batches=1, message_bytes=1,
-            local=False,
-        )  # fmt: skip
+            "table",
+            cache=Connection(cluster.endpoint, local=False),
+            batch_size=1,
+            reading=Reading(prefetch_batches=1, message_bytes=1),
+        )
         found: list[int] = []
         for batch in dataset:
             found += batch["row"].tolist()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from cache_client import CacheClient, CacheIterableDataset, DatasetSpec
+from cache_client import CacheClient, CacheIterableDataset, Connection, DatasetSpec, Reading
 from cache_protocol.storage.shard_files import MANIFEST, read_manifest, shard_file_name
 from cache_server.local import LocalNode
 from cache_server.shards.checksums import file_checksum
@@ -76,7 +76,7 @@ def test_flipped_and_cut_files_are_repaired_from_a_replica_or_the_source(
 
     def rows(*, local: bool) -> Iterator[list[int]]:
         dataset = CacheIterableDataset(
-            "t", batch_size=100, endpoint=nodes[0].endpoint, columns=["row"], local=local
+            "t", batch_size=100, cache=Connection(nodes[0].endpoint, local=local), columns=["row"]
         )
         return (batch["row"].tolist() for batch in dataset)
 
@@ -123,9 +123,12 @@ def test_offsets_that_flip_in_place_end_no_process_and_are_repaired(
 
     def rows(*, local: bool, shuffle: bool) -> list[tuple[int, str]]:
         dataset = CacheIterableDataset(
-            "t", batch_size=100, endpoint=nodes[0].endpoint, columns=["row", "text"], local=local,
-            shuffle=shuffle, deadline_s=WAIT_S,
-        )  # fmt: skip
+            "t",
+            batch_size=100,
+            cache=Connection(nodes[0].endpoint, local=local, deadline_s=WAIT_S),
+            columns=["row", "text"],
+            shuffle=shuffle,
+        )
         return sorted(
             pair
             for batch in dataset
@@ -151,7 +154,11 @@ def test_a_local_reader_leaves_a_file_that_changes_while_it_is_mapped(
     client = CacheClient(nodes[0].endpoint)
     info = client.load(DatasetSpec("t", source))
     dataset = CacheIterableDataset(
-        "t", batch_size=10, endpoint=nodes[0].endpoint, columns=["row"], prefetch_batches=1
+        "t",
+        batch_size=10,
+        cache=nodes[0].endpoint,
+        columns=["row"],
+        reading=Reading(prefetch_batches=1),
     )
     reading = (batch["row"].tolist() for batch in dataset)
     found = next(reading)

@@ -20,6 +20,7 @@ from cache_protocol.storage.shard_files import MANIFEST, NODE_ID_FILE
 from cache_protocol.wire.credentials import Credentials, find_token
 from cache_server import LocalCluster
 from tests.conftest import numbered_table, rows_of, write_numbered
+from tests.job_arguments import grouped
 
 ROWS, FILES = 2_000, 8  # each file becomes a shard
 
@@ -32,14 +33,16 @@ def source(tmp_path: Path) -> Path:
 @pytest.fixture
 def nodes(source: Path, tmp_path: Path) -> Iterator[LocalCluster]:
     """Two nodes with four shards each, which a test may break."""
-    with LocalCluster(num_nodes=2, cache_dir=tmp_path / "cache") as running:
+    with LocalCluster(nodes=2, cache_dir=tmp_path / "cache") as running:
         CacheClient(running.endpoint).load(DatasetSpec("table", source, target_shard_bytes=1))
         yield running
 
 
 def dataset(nodes: LocalCluster, **arguments: object) -> CacheIterableDataset:
     defaults = {"batch_size": 64, "shuffle": True, "seed": 3, "deadline_s": 5.0}
-    return CacheIterableDataset("table", endpoint=nodes.endpoint, **{**defaults, **arguments})  # type: ignore[arg-type]
+    return CacheIterableDataset(
+        "table", **grouped(cache=nodes.endpoint, **{**defaults, **arguments})
+    )  # type: ignore[arg-type]
 
 
 def order(shuffle: bool = True) -> list[int]:
@@ -53,8 +56,8 @@ def shard_files(nodes: LocalCluster, node: int) -> list[Path]:
 
 def plan(nodes: LocalCluster) -> routing.ShardMap:
     credentials = Credentials(token=find_token(nodes.endpoint))
-    with connections.Connection(nodes.endpoint, credentials) as connection:
-        return connection.read_plan("table", "", (), 10.0)
+    with connections.NodeConnection(nodes.endpoint, credentials) as connection:
+        return connection.read_shard_map("table", "", (), 10.0)
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
@@ -111,7 +114,7 @@ def test_a_file_that_goes_away_is_replaced_by_its_node(
 
 def test_many_files_that_go_away_at_once_are_found_out_at_once(tmp_path: Path) -> None:
     source = write_numbered(tmp_path / "many", ROWS, files=100)
-    with LocalCluster(num_nodes=2, cache_dir=tmp_path / "elsewhere") as running:
+    with LocalCluster(nodes=2, cache_dir=tmp_path / "elsewhere") as running:
         CacheClient(running.endpoint).load(DatasetSpec("table", source, target_shard_bytes=1))
         batches = dataset(running, deadline_s=2.0)
         for node in (0, 1):

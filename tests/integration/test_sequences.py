@@ -18,6 +18,7 @@ from cache_client import CacheClient, CacheIterableDataset, CacheMixture, Config
 from cache_client.order import audit
 from cache_client.order import order as ordering
 from cache_server import LocalCluster
+from tests.job_arguments import grouped
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
@@ -53,7 +54,7 @@ def name(cluster: LocalCluster, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 
 def dataset(cluster: LocalCluster, name: str, **options: Any) -> CacheIterableDataset:
-    return CacheIterableDataset(name, endpoint=cluster.endpoint, seed=4, **options)
+    return CacheIterableDataset(name, **grouped(cache=cluster.endpoint, seed=4, **options))
 
 
 def steps_of(cluster: LocalCluster, name: str, ranks: int, **options: Any) -> Iterator[list[Any]]:
@@ -115,7 +116,7 @@ def test_another_world_size_continues_a_packed_epoch(cluster: LocalCluster, name
             taken += batch["tokens"].reshape(-1).tolist()
     expected = stream(0)
     assert taken[: len(expected)] == expected
-    assert ranks[0].view.num_padding(0) == len(taken) - len(expected)  # type: ignore[attr-defined]
+    assert ranks[0].slots.num_padding(0) == len(taken) - len(expected)  # type: ignore[attr-defined]
     whole = dataset(cluster, name, batch_size=4, cut_documents=False, **PACKED)
     with pytest.raises(Exception, match="fingerprint"):
         whole.load_state_dict(state)
@@ -283,7 +284,7 @@ def test_sequences_are_of_the_rows_of_a_selection(cluster: LocalCluster, name: s
     )
     rows = [row for batch in groups for group in batch["row"] for row in group.tolist()]
     plain = dataset(cluster, name, batch_size=4, columns=["row"], except_fold=(0, 2))
-    assert len(plain._source.shards.starts) > 1
+    assert len(plain.opened.shards.starts) > 1
     for by, options in (
         ("maybe", {}),
         (["maybe", "user"], {"where": "row >= 7"}),
@@ -323,9 +324,11 @@ def test_a_mixture_reads_packed_tables_whose_epochs_are_equally_long(
 
 def test_every_bad_option_is_refused_at_once(cluster: LocalCluster, name: str) -> None:
     with pytest.raises(ConfigError) as error:
-        dataset(cluster, name, batch_size=0, pack="tokens", windows=3)  # type: ignore[call-arg]
-    for problem in ("batch_size", "pack needs sequence_length", "there is no argument windows"):
+        dataset(cluster, name, batch_size=1, pack="tokens", window=3)
+    for problem in ("pack needs sequence_length", "window needs group_by, got 3"):
         assert problem in str(error.value)
+    with pytest.raises(TypeError, match="windows: did you mean window"):
+        dataset(cluster, name, batch_size=1, windows=3)
     with pytest.raises(ConfigError, match=r"column 'user' is string, not a list of integers"):
         dataset(cluster, name, batch_size=1, pack="user", sequence_length=4)
     with pytest.raises(ConfigError, match=r"pack reads columns \['tokens'\] only"):

@@ -39,13 +39,14 @@ AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 # trainers on other machines do.
 TRAIN = """
 import json, os, pathlib, time
-from cache_client import CacheIterableDataset
+from cache_client import CacheIterableDataset, Connection, Reading
 from cache_client.job.ranks import find_rank
 
 rank = find_rank()
 folder = pathlib.Path(os.environ["DIR"])
 dataset = CacheIterableDataset(
-    "rows", batch_size=50, shuffle=True, local=False, prefetch_batches=1
+    "rows", cache=Connection(local=False), batch_size=50, shuffle=True,
+    reading=Reading(prefetch_batches=1),
 )
 ids = []
 for step, batch in enumerate(dataset):
@@ -256,7 +257,7 @@ def test_a_job_on_the_shared_cache_loads_its_dataset_there_and_leaves_it(
 ) -> None:
     made = job(rows, run, numNodes=1)
     made["spec"]["runtimeRef"]["name"] = "torch-distributed-shared-data-cache"
-    with LocalCluster(num_nodes=1) as cluster:
+    with LocalCluster(nodes=1) as cluster:
         service = cluster.endpoint.removeprefix("grpc://")
         assert run(made, {"data-cache.data-cache-system:50051": service}) == 0, run.report()
         assert_once(run, world_size=1)

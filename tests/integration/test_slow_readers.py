@@ -11,7 +11,7 @@ import pyarrow.flight as flight
 import pyarrow.parquet as pq
 import pytest
 
-from cache_client import CacheClient, CacheIterableDataset, DatasetSpec
+from cache_client import CacheClient, CacheIterableDataset, Connection, DatasetSpec
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.local import LocalNode
 from cache_server.rpc.stream_limits import MAX_CALLS_OF_CONNECTION
@@ -39,7 +39,7 @@ def test_stalled_streams_are_refused_above_a_limit_and_cut_off_after_a_deadline(
     node = LocalNode(tmp_path / "node", arguments, token)
     try:
         node.start()
-        info = CacheClient(node.endpoint, token=token).load(DatasetSpec("t", source))
+        info = CacheClient(Connection(node.endpoint, token=token)).load(DatasetSpec("t", source))
         request = pb.GatherRequest(dataset="t", fingerprint=info.fingerprint)
         command = flight.FlightDescriptor.for_command(request.SerializeToString())
         before = resident_bytes(node.pid)
@@ -56,9 +56,11 @@ def test_stalled_streams_are_refused_above_a_limit_and_cut_off_after_a_deadline(
             writers: list[flight.FlightStreamWriter] = []
             streams = [gather() for _ in range(MAX_CALLS_OF_CONNECTION + 20)]
             dataset = CacheIterableDataset(
-                "t", batch_size=50_000, endpoint=node.endpoint, columns=["row"], local=False,
-                token=token,
-            )  # fmt: skip
+                "t",
+                batch_size=50_000,
+                cache=Connection(node.endpoint, local=False, token=token),
+                columns=["row"],
+            )
             assert [r for b in dataset for r in b["row"].tolist()] == [*range(ROWS)]
             assert resident_bytes(node.pid) - before < 600 * 2**20
             wait_until(lambda: "slow reader cut off" in node.log_tail(), WAIT_S, "it is cut off")

@@ -18,6 +18,7 @@ import pytest
 from cache_client import (
     CacheClient,
     ConfigError,
+    Connection,
     DatasetNotFoundError,
     DatasetSpec,
     NodeUnavailableError,
@@ -43,7 +44,7 @@ TABLE = pa.table(
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     path: Path = tmp_path_factory.mktemp("tables") / "t.parquet"
     pq.write_table(TABLE, path, row_group_size=1000)
-    with LocalCluster(num_nodes=2) as cluster:
+    with LocalCluster(nodes=2) as cluster:
         CacheClient(cluster.endpoint).load(
             DatasetSpec("t", path, target_shard_bytes="32KiB", replicas=2)
         )
@@ -59,7 +60,7 @@ def client(cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch) -> CacheClien
 @pytest.mark.parametrize("local", [True, False])
 def test_a_stream_has_all_rows_in_source_order(client: CacheClient, local: bool) -> None:
     assert client.describe("t").num_shards > 3
-    reader = client.read("t", local=local)
+    reader = CacheClient(Connection(client.endpoint, local=local)).read("t")
     assert reader.schema.names == TABLE.column_names
     batches = list(reader)
     assert len(batches) > 3
@@ -114,17 +115,17 @@ def test_a_stream_goes_on_when_a_node_ends_and_fails_by_name_without_nodes(
     client: CacheClient, tmp_path: Path
 ) -> None:
     pq.write_table(TABLE, tmp_path / "t.parquet", row_group_size=500)
-    with LocalCluster(num_nodes=2) as own:
-        client = CacheClient(own.endpoint, timeout_s=2)
+    with LocalCluster(nodes=2) as own:
+        client = CacheClient(Connection(own.endpoint, deadline_s=2, local=False))
         client.load(
             DatasetSpec("t", tmp_path / "t.parquet", target_shard_bytes="16KiB", replicas=2)
         )
-        reader = client.read("t", local=False)
+        reader = client.read("t")
         first = reader.read_next_batch()
         own.nodes[1].kill()
         rest = pa.Table.from_batches([first, *reader])
         assert rest["row"].to_pylist() == list(range(ROWS))
-        reader = client.read("t", local=False)
+        reader = client.read("t")
         reader.read_next_batch()
         own.nodes[0].kill()
         with pytest.raises(NodeUnavailableError):

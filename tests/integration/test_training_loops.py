@@ -25,6 +25,7 @@ from cache_client.order import order as ordering
 from cache_server import LocalCluster
 from tests import forked_python
 from tests.conftest import rows_of, write_numbered
+from tests.job_arguments import grouped
 from tests.waiting import wait_until
 from tests.worker_errors import raises_in_workers
 
@@ -52,7 +53,7 @@ def make(
     def dataset(**arguments: Any) -> CacheIterableDataset:
         given = {"batch_size": BATCH, "shuffle": True, **arguments}
         return CacheIterableDataset(
-            "training-loops", endpoint=cluster.endpoint, columns=["row"], **given
+            "training-loops", **grouped(cache=cluster.endpoint, columns=["row"], **given)
         )
 
     yield dataset
@@ -513,7 +514,7 @@ from torch.utils.data import DataLoader
 from cache_client import CacheIterableDataset, ConfigError
 if __name__ == "__main__":
     rank, endpoint, file, method = int(sys.argv[1]), *sys.argv[2:]
-    dataset = CacheIterableDataset("training-loops", endpoint=endpoint, batch_size=4)
+    dataset = CacheIterableDataset("training-loops", cache=endpoint, batch_size=4)
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{file}", rank=rank, world_size=2
     )

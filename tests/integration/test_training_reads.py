@@ -27,9 +27,11 @@ from cache_client import (
     CacheError,
     CacheIterableDataset,
     ConfigError,
+    Connection,
     DatasetNotFoundError,
     DatasetSpec,
     NodeUnavailableError,
+    Reading,
 )
 from cache_client.flight import connections, shared_handle, streams
 from cache_client.job import arguments as job_arguments
@@ -77,7 +79,7 @@ def nodes_and_replicas(request: pytest.FixtureRequest) -> tuple[int, int]:
 def endpoint(nodes_and_replicas: tuple[int, int], source: Path) -> Iterator[str]:
     """A cluster of so many nodes that holds so many replicas of the table."""
     nodes, replicas = nodes_and_replicas
-    with LocalCluster(num_nodes=nodes) as cluster:
+    with LocalCluster(nodes=nodes) as cluster:
         spec = DatasetSpec("table", source, replicas=replicas, target_shard_bytes=SHARD_BYTES)
         placement = load_everywhere(cluster, spec)
         assert len(placement) > 8
@@ -122,9 +124,15 @@ def check_order(endpoint: str, name: str, ranks: int, workers: int, number: int)
     batches = []
     for rank in range(ranks):
         dataset = CacheIterableDataset(
-            name, endpoint=endpoint, batch_size=31, columns=["row"], shuffle=shuffle, seed=5,
-            rank=rank, world_size=ranks, local=(rank + workers) % 2 == 1,
-        )  # fmt: skip
+            name,
+            cache=Connection(endpoint, local=(rank + workers) % 2 == 1),
+            batch_size=31,
+            columns=["row"],
+            shuffle=shuffle,
+            seed=5,
+            rank=rank,
+            world_size=ranks,
+        )
         dataset.set_epoch(2)
         batches.append(rows_of(dataset, workers))
         assert len(batches[-1]) == len(dataset)
@@ -138,13 +146,17 @@ def test_twelve_thousand_images_over_six_ranks_are_two_thousand_each(tmp_path: P
     images = pa.FixedSizeListArray.from_arrays(pa.array(pixels.reshape(-1)), 784)
     pq.write_table(pa.table({"image": images}), tmp_path / "images.parquet", row_group_size=1_800)
     seen = []
-    with LocalCluster(num_nodes=2) as cluster:
+    with LocalCluster(nodes=2) as cluster:
         CacheClient(cluster.endpoint).load(DatasetSpec("images", tmp_path))
         for rank in range(6):
             dataset = CacheIterableDataset(
-                "images", endpoint=cluster.endpoint, batch_size=200, shuffle=True,
-                rank=rank, world_size=6, local=rank % 2 == 0,
-            )  # fmt: skip
+                "images",
+                cache=Connection(cluster.endpoint, local=rank % 2 == 0),
+                batch_size=200,
+                shuffle=True,
+                rank=rank,
+                world_size=6,
+            )
             mine = [batch["image"] for batch in dataset]
             assert {(tuple(batch.shape), batch.dtype) for batch in mine} == {
                 ((200, 784), torch.uint8)
@@ -164,7 +176,7 @@ import json, sys
 from torch.utils.data import DataLoader
 from cache_client import CacheIterableDataset
 state, endpoint, rank, world_size, workers = json.loads(sys.argv[1])
-dataset = CacheIterableDataset("table", endpoint=endpoint, batch_size=23, columns=["row"],
+dataset = CacheIterableDataset("table", cache=endpoint, batch_size=23, columns=["row"],
     shuffle=True, seed=9, rank=rank, world_size=world_size)
 dataset.load_state_dict(state)
 batches = [b["row"].tolist() for b in DataLoader(dataset, batch_size=None, num_workers=workers)]
@@ -177,14 +189,20 @@ def test_new_processes_with_another_world_size_and_workers_go_on_at_the_next_row
     source: Path, workers_before: int, ranks_after: int, workers_after: int
 ) -> None:
     taken: list[list[list[int]]] = []
-    with LocalCluster(num_nodes=2) as cluster:
+    with LocalCluster(nodes=2) as cluster:
         spec = DatasetSpec("table", source, target_shard_bytes=SHARD_BYTES)
         CacheClient(cluster.endpoint).load(spec)
         for rank in range(2):
             dataset = CacheIterableDataset(
-                "table", endpoint=cluster.endpoint, batch_size=50, columns=["row"],
-                shuffle=True, seed=9, rank=rank, world_size=2, local=rank == 0,
-            )  # fmt: skip
+                "table",
+                cache=Connection(cluster.endpoint, local=rank == 0),
+                batch_size=50,
+                columns=["row"],
+                shuffle=True,
+                seed=9,
+                rank=rank,
+                world_size=2,
+            )
             dataset.set_epoch(4)
             loader = DataLoader(dataset, batch_size=None, num_workers=workers_before)
             taken.append([b["row"].tolist() for b in itertools.islice(loader, 7)])
@@ -209,7 +227,7 @@ def test_the_length_is_of_a_whole_epoch_also_in_the_middle_of_one(
     cluster: LocalCluster, table: str
 ) -> None:
     dataset = CacheIterableDataset(
-        table, endpoint=cluster.endpoint, batch_size=64, columns=["row"], shuffle=True
+        table, cache=cluster.endpoint, batch_size=64, columns=["row"], shuffle=True
     )
     whole = -(-ROWS // 64)
     assert (len(dataset), dataset.steps_left) == (whole, whole)
@@ -228,7 +246,7 @@ def test_what_is_set_before_the_first_batch_of_an_iterator_counts(
 ) -> None:
     """As Lightning does it: it makes the iterator, then tells the epoch."""
     dataset = CacheIterableDataset(
-        table, endpoint=cluster.endpoint, batch_size=64, columns=["row"], shuffle=True
+        table, cache=cluster.endpoint, batch_size=64, columns=["row"], shuffle=True
     )
     order = ordering.EpochOrder(ROWS, shuffle=True, epoch=1).row_ids(np.arange(ROWS)).tolist()
     batches = iter(DataLoader(dataset, batch_size=None))
@@ -249,7 +267,7 @@ def test_a_second_pass_over_a_resumed_epoch_tells_its_own_state(
     workers: int,
     live_on: bool,
 ) -> None:
-    dataset = CacheIterableDataset(table, endpoint=cluster.endpoint, batch_size=10, columns=["row"])
+    dataset = CacheIterableDataset(table, cache=cluster.endpoint, batch_size=10, columns=["row"])
     dataset.load_state_dict(dataset.state_dict(steps=50))
     loader = DataLoader(dataset, batch_size=None, num_workers=workers, persistent_workers=live_on)
     for _ in loader:
@@ -267,9 +285,7 @@ def test_passes_that_torch_is_seeded_alike_for_are_told_apart(
     cluster: LocalCluster, table: str, taken: int | None
 ) -> None:
     """A resumed pass is one; a look at one batch leaves the state to the next pass."""
-    dataset = CacheIterableDataset(
-        table, endpoint=cluster.endpoint, batch_size=100, columns=["row"]
-    )
+    dataset = CacheIterableDataset(table, cache=cluster.endpoint, batch_size=100, columns=["row"])
     state = dataset.state_dict(steps=15)
     loader = DataLoader(dataset, batch_size=None, num_workers=2)
     whole, rest = list(range(0, ROWS, 100))[:taken], list(range(1_500, ROWS, 100))[:taken]
@@ -292,7 +308,7 @@ def test_a_pass_without_a_step_leaves_nothing_of_its_epoch_whoever_reads(
 ) -> None:
     """Where fewer rows are left than a step has, and a short one is left out."""
     dataset = CacheIterableDataset(
-        table, endpoint=cluster.endpoint, batch_size=10, columns=["row"], drop_last=True
+        table, cache=cluster.endpoint, batch_size=10, columns=["row"], drop_last=True
     )
     dataset.load_state_dict({**dataset.state_dict(), "epoch": 4, "rows_consumed": ROWS - 3})
     assert rows_of(dataset, workers) == []
@@ -304,7 +320,7 @@ def test_a_pass_without_a_step_leaves_nothing_of_its_epoch_whoever_reads(
 
 def test_a_shallow_copy_of_a_dataset_goes_on_by_itself(cluster: LocalCluster, table: str) -> None:
     dataset = CacheIterableDataset(
-        table, endpoint=cluster.endpoint, batch_size=100, columns=["row"], shuffle=True
+        table, cache=cluster.endpoint, batch_size=100, columns=["row"], shuffle=True
     )
     dataset.set_epoch(3)
     dataset.load_state_dict(dataset.state_dict(steps=2))
@@ -322,7 +338,7 @@ def test_reading_leaves_the_random_numbers_of_the_program_alone(
     cluster: LocalCluster, table: str
 ) -> None:
     before = random.getstate()
-    dataset = CacheIterableDataset(table, endpoint=cluster.endpoint, batch_size=64, shuffle=True)
+    dataset = CacheIterableDataset(table, cache=cluster.endpoint, batch_size=64, shuffle=True)
     for _ in dataset:
         pass
     assert random.getstate() == before
@@ -334,7 +350,7 @@ def test_a_stateful_data_loader_resumes_in_the_middle_and_the_next_epoch_is_whol
 ) -> None:
     def make() -> tuple[CacheIterableDataset, StatefulDataLoader]:
         dataset = CacheIterableDataset(
-            table, endpoint=cluster.endpoint, batch_size=64, columns=["row"], shuffle=True
+            table, cache=cluster.endpoint, batch_size=64, columns=["row"], shuffle=True
         )
         return dataset, StatefulDataLoader(dataset, batch_size=None, num_workers=workers)
 
@@ -365,7 +381,7 @@ def test_a_checkpoint_after_one_batch_of_a_later_pass_loses_and_repeats_no_row(
 
     def make() -> tuple[CacheIterableDataset, StatefulDataLoader]:
         dataset = CacheIterableDataset(
-            table, endpoint=cluster.endpoint, batch_size=64, columns=["row"], shuffle=True
+            table, cache=cluster.endpoint, batch_size=64, columns=["row"], shuffle=True
         )
         live_on = before == "an earlier epoch"
         return dataset, StatefulDataLoader(
@@ -401,13 +417,15 @@ def test_a_checkpoint_after_one_batch_of_a_later_pass_loses_and_repeats_no_row(
 
 
 @pytest.fixture
-def begun_here(monkeypatch: pytest.MonkeyPatch) -> list[threading.Thread | connections.Connection]:
+def begun_here(
+    monkeypatch: pytest.MonkeyPatch,
+) -> list[threading.Thread | connections.NodeConnection]:
     """The threads and connections that this thread begins; what others do, is theirs."""
-    begun: list[threading.Thread | connections.Connection] = []
+    begun: list[threading.Thread | connections.NodeConnection] = []
     here, start, connect = (
         threading.current_thread(),
         threading.Thread.start,
-        connections.Connection.__init__,
+        connections.NodeConnection.__init__,
     )
 
     def noting_start(thread: threading.Thread) -> None:
@@ -416,24 +434,24 @@ def begun_here(monkeypatch: pytest.MonkeyPatch) -> list[threading.Thread | conne
         start(thread)
 
     def noting_connect(
-        connection: connections.Connection, location: str, *credentials: Any
+        connection: connections.NodeConnection, location: str, *credentials: Any
     ) -> None:
         if threading.current_thread() is here:
             begun.append(connection)
         connect(connection, location, *credentials)
 
     monkeypatch.setattr(threading.Thread, "start", noting_start)
-    monkeypatch.setattr(connections.Connection, "__init__", noting_connect)
+    monkeypatch.setattr(connections.NodeConnection, "__init__", noting_connect)
     return begun
 
 
 def test_a_pass_begins_with_its_iterator_which_opens_nothing_before_its_first_batch(
     cluster: LocalCluster,
     table: str,
-    begun_here: list[threading.Thread | connections.Connection],
+    begun_here: list[threading.Thread | connections.NodeConnection],
 ) -> None:
     dataset = CacheIterableDataset(
-        table, endpoint=cluster.endpoint, batch_size=64, columns=["row"], local=False
+        table, cache=Connection(cluster.endpoint, local=False), batch_size=64, columns=["row"]
     )
     assert len(list(dataset)) == 32 and begun_here
     begun_here.clear()
@@ -462,7 +480,7 @@ def test_the_state_of_a_worker_is_refused_by_others_and_that_of_the_order_is_not
 ) -> None:
     def make(batch_size: int) -> CacheIterableDataset:
         return CacheIterableDataset(
-            table, endpoint=cluster.endpoint, batch_size=batch_size, columns=["row"]
+            table, cache=cluster.endpoint, batch_size=batch_size, columns=["row"]
         )
 
     dataset = make(31)
@@ -517,9 +535,13 @@ def test_an_iterator_that_goes_on_in_a_child_of_a_fork_is_refused_and_the_parent
 ) -> None:
     """The threads that fetch are in the parent alone: the child waited for them for ever."""
     dataset = CacheIterableDataset(
-        table, endpoint=cluster.endpoint, batch_size=64, columns=["row"], device=device,
-        local=local, message_bytes=1, prefetch_batches=1,
-    )  # fmt: skip
+        table,
+        cache=Connection(cluster.endpoint, local=local),
+        batch_size=64,
+        columns=["row"],
+        device=device,
+        reading=Reading(message_bytes=1, prefetch_batches=1),
+    )
     steps = iter(dataset)
     rows = next(steps)["row"].tolist()
     child = DataLoader(
@@ -538,7 +560,7 @@ def test_a_duplicate_of_a_dataset_follows_set_epoch_in_workers_that_live_on(
 ) -> None:
     dataset = duplicate(
         CacheIterableDataset(
-            table, endpoint=cluster.endpoint, batch_size=100, columns=["row"], shuffle=True
+            table, cache=cluster.endpoint, batch_size=100, columns=["row"], shuffle=True
         )
     )
     loader = DataLoader(dataset, batch_size=None, num_workers=2, persistent_workers=True)
@@ -575,7 +597,7 @@ def test_processes_that_train_with_one_dataset_each_go_on_by_themselves(
 ) -> None:
     """They shared epoch and offset, as workers do: one read the epoch that the other had set."""
     dataset = CacheIterableDataset(
-        table, endpoint=cluster.endpoint, batch_size=100, columns=["row"], shuffle=True
+        table, cache=cluster.endpoint, batch_size=100, columns=["row"], shuffle=True
     )
     dataset.load_state_dict({**dataset.state_dict(), "rows_consumed": 1_500})
     context: Any = torch.multiprocessing.get_context(method)
@@ -606,7 +628,7 @@ def test_workers_that_live_on_follow_set_epoch(
     cluster: LocalCluster, table: str, method: str
 ) -> None:
     dataset = CacheIterableDataset(
-        table, endpoint=cluster.endpoint, batch_size=100, columns=["row"], shuffle=True
+        table, cache=cluster.endpoint, batch_size=100, columns=["row"], shuffle=True
     )
     assert sum(len(batch["row"]) for batch in dataset) == ROWS  # the main process has read, too
     loader = DataLoader(
@@ -621,13 +643,17 @@ def test_workers_that_live_on_follow_set_epoch(
 
 
 def test_a_killed_node_with_another_replica_costs_no_row(source: Path) -> None:
-    with LocalCluster(num_nodes=2) as cluster:
+    with LocalCluster(nodes=2) as cluster:
         spec = DatasetSpec("table", source, replicas=2, target_shard_bytes=SHARD_BYTES)
         load_everywhere(cluster, spec)
         dataset = CacheIterableDataset(
-            "table", endpoint=cluster.endpoint, batch_size=10, columns=["row"], shuffle=True,
-            prefetch_batches=1, local=False,
-        )  # fmt: skip
+            "table",
+            cache=Connection(cluster.endpoint, local=False),
+            batch_size=10,
+            columns=["row"],
+            shuffle=True,
+            reading=Reading(prefetch_batches=1),
+        )
         rows: list[int] = []
         for step, batch in enumerate(dataset):
             rows += batch["row"].tolist()
@@ -648,7 +674,7 @@ def wide_source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_worker_sends_of_a_batch_no_more_memory_than_the_batch(wide_source: Path) -> None:
     with LocalCluster() as cluster:
         CacheClient(cluster.endpoint).load(DatasetSpec("wide", wide_source))
-        dataset = CacheIterableDataset("wide", endpoint=cluster.endpoint, batch_size=100)
+        dataset = CacheIterableDataset("wide", cache=cluster.endpoint, batch_size=100)
         batch = next(iter(DataLoader(dataset, batch_size=None, num_workers=1)))
     storages = [column.untyped_storage() for column in batch.values()]
     sent = {storage.data_ptr(): storage.nbytes() for storage in storages}
@@ -662,7 +688,7 @@ def test_a_worker_sends_of_a_batch_of_arrays_no_more_memory_than_the_batch(
     with LocalCluster() as cluster:
         CacheClient(cluster.endpoint).load(DatasetSpec("wide", wide_source))
         dataset = CacheIterableDataset(
-            "wide", endpoint=cluster.endpoint, batch_size=100, batch_format="numpy"
+            "wide", cache=cluster.endpoint, batch_size=100, batch_format="numpy"
         )
         batch = next(iter(DataLoader(dataset, batch_size=None, num_workers=1)))
     sent = [column.untyped_storage().nbytes() for column in batch.values()]
@@ -680,7 +706,7 @@ def test_a_worker_sends_a_column_of_lists_as_one_tensor(
     pq.write_table(pa.table({"tokens": pa.array(lists, pa.list_(pa.int32()))}), source)
     CacheClient(cluster.endpoint).load(DatasetSpec("lists", source))
     dataset = CacheIterableDataset(
-        "lists", endpoint=cluster.endpoint, batch_size=1_500, batch_format=batch_format
+        "lists", cache=cluster.endpoint, batch_size=1_500, batch_format=batch_format
     )
     loader = DataLoader(dataset, batch_size=None, num_workers=1)
     batches = [batch["tokens"] for batch in loader]
@@ -698,7 +724,7 @@ def test_a_data_loader_makes_tensors_of_arrays_unless_it_is_told_to_leave_batche
 ) -> None:
     client.load(DatasetSpec(dataset_name, source))
     dataset = CacheIterableDataset(
-        dataset_name, endpoint=cluster.endpoint, batch_size=10, batch_format="numpy"
+        dataset_name, cache=cluster.endpoint, batch_size=10, batch_format="numpy"
     )
     loader = DataLoader(dataset, batch_size=None, num_workers=workers)
     assert type(next(iter(loader))["row"]) is torch.Tensor
@@ -713,7 +739,7 @@ def test_an_error_of_a_transform_that_is_kept_keeps_no_thread(
     client: CacheClient,
     dataset_name: str,
     source: Path,
-    begun_here: list[threading.Thread | connections.Connection],
+    begun_here: list[threading.Thread | connections.NodeConnection],
 ) -> None:
     client.load(DatasetSpec(dataset_name, source))
 
@@ -721,7 +747,7 @@ def test_an_error_of_a_transform_that_is_kept_keeps_no_thread(
         raise ValueError("a bad batch")
 
     dataset = CacheIterableDataset(
-        dataset_name, endpoint=cluster.endpoint, batch_size=10, transform=fail
+        dataset_name, cache=cluster.endpoint, batch_size=10, transform=fail
     )
     begun_here.clear()
     with pytest.raises(ValueError, match="a bad batch") as kept:
@@ -733,13 +759,16 @@ def test_an_error_of_a_transform_that_is_kept_keeps_no_thread(
 
 
 def test_a_killed_node_that_comes_back_is_waited_for(wide_source: Path) -> None:
-    with LocalCluster(num_nodes=2) as cluster:
+    with LocalCluster(nodes=2) as cluster:
         spec = DatasetSpec("wide", wide_source, target_shard_bytes="2MB")
         CacheClient(cluster.endpoint).load(spec)
         dataset = CacheIterableDataset(
-            "wide", endpoint=cluster.endpoint, batch_size=500, shuffle=True, prefetch_batches=1,
-            message_bytes=100_000, local=False,
-        )  # fmt: skip
+            "wide",
+            cache=Connection(cluster.endpoint, local=False),
+            batch_size=500,
+            shuffle=True,
+            reading=Reading(prefetch_batches=1, message_bytes=100_000),
+        )
         rows: list[int] = []
         for step, batch in enumerate(dataset):
             rows += batch["row"].tolist()
@@ -750,14 +779,17 @@ def test_a_killed_node_that_comes_back_is_waited_for(wide_source: Path) -> None:
 
 
 def test_a_killed_node_that_stays_away_is_named_at_the_deadline(wide_source: Path) -> None:
-    with LocalCluster(num_nodes=2) as cluster:
+    with LocalCluster(nodes=2) as cluster:
         spec = DatasetSpec("wide", wide_source, target_shard_bytes="2MB")
         CacheClient(cluster.endpoint).load(spec)
         lost = cluster.nodes[1].node_id
         dataset = CacheIterableDataset(
-            "wide", endpoint=cluster.endpoint, batch_size=500, shuffle=True, prefetch_batches=1,
-            message_bytes=100_000, deadline_s=2.0, local=False,
-        )  # fmt: skip
+            "wide",
+            cache=Connection(cluster.endpoint, deadline_s=2.0, local=False),
+            batch_size=500,
+            shuffle=True,
+            reading=Reading(prefetch_batches=1, message_bytes=100_000),
+        )
         with pytest.raises(NodeUnavailableError, match=rf"step \d+: .*{lost}.*'wide'"):
             for step, _ in enumerate(dataset):
                 if step == 2:
@@ -767,13 +799,16 @@ def test_a_killed_node_that_stays_away_is_named_at_the_deadline(wide_source: Pat
 def test_rows_in_source_order_come_in_streams_that_another_replica_continues(
     wide_source: Path,
 ) -> None:
-    with LocalCluster(num_nodes=2, insecure=True) as cluster:
+    with LocalCluster(nodes=2, insecure=True) as cluster:
         spec = DatasetSpec("wide", wide_source, replicas=2, target_shard_bytes=2**23)
         load_everywhere(cluster, spec)
         dataset = CacheIterableDataset(
-            "wide", endpoint=cluster.endpoint, batch_size=60, local=False, columns=["row", "c1"],
-            message_bytes=2**12,
-        )  # fmt: skip
+            "wide",
+            cache=Connection(cluster.endpoint, local=False),
+            batch_size=60,
+            columns=["row", "c1"],
+            reading=Reading(message_bytes=2**12),
+        )
         rows = [row for batch in dataset for row in batch["row"].tolist()]
         assert rows == [*range(20_000)]
         assert served_by_get(cluster, "wide") > 15_000  # a stream begins at the second window
@@ -787,31 +822,36 @@ def test_rows_in_source_order_come_in_streams_that_another_replica_continues(
                 cluster.nodes[1].kill()
         assert rows == [*range(20_000)]
         resumed = CacheIterableDataset(
-            "wide", endpoint=cluster.endpoint, batch_size=50, local=False, columns=["row"],
-            batch_format="arrow",
-        )  # fmt: skip
+            "wide", cache=Connection(cluster.endpoint, local=False), batch_size=50, columns=["row"],
+            batch_format="arrow")  # fmt: skip
         resumed.load_state_dict(state)
         rest = [row for batch in resumed for row in batch.column("row").to_pylist()]
     assert rest == [*range(101 * 60, 20_000)]
 
 
 def test_ranks_that_read_one_node_in_source_order_take_streams(wide_source: Path) -> None:
-    with LocalCluster(num_nodes=1, insecure=True) as cluster:
+    with LocalCluster(nodes=1, insecure=True) as cluster:
         load_everywhere(cluster, DatasetSpec("wide", wide_source, target_shard_bytes=2**23))
         datasets = [
             CacheIterableDataset(
-                "wide", endpoint=cluster.endpoint, batch_size=16, local=False, columns=["row"],
-                rank=rank, world_size=3, message_bytes=2**11, shuffle=False,
+                "wide",
+                cache=Connection(cluster.endpoint, local=False),
+                batch_size=16,
+                columns=["row"],
+                rank=rank,
+                world_size=3,
+                reading=Reading(message_bytes=2**11),
+                shuffle=False,
             )
             for rank in range(3)
-        ]  # fmt: skip
+        ]
         of_ranks = [[batch["row"].tolist() for batch in dataset] for dataset in datasets]
         assert by_step_and_rank(of_ranks) == [*range(20_000)]
         assert served_by_get(cluster, "wide") > 15_000
 
         client = CacheClient(cluster.endpoint)
         fingerprint = client.describe("wide").fingerprint
-        with connections.Connection(cluster.endpoint) as connection:
+        with connections.NodeConnection(cluster.endpoint) as connection:
 
             def stream() -> streams.RowStream:
                 return connection.open_rows(

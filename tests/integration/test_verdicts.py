@@ -29,7 +29,7 @@ def example() -> Any:
 @pytest.fixture(scope="module")
 def nodes(example: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     source = example.write_table(tmp_path_factory.mktemp("observe"))
-    with LocalCluster(num_nodes=2) as running:
+    with LocalCluster(nodes=2) as running:
         CacheClient(running.endpoint).load(
             DatasetSpec("rows", source, target_shard_bytes=example.SHARD_BYTES)
         )

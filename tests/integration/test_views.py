@@ -28,6 +28,7 @@ from cache_client.reading import shard_maps
 from cache_client.view_options import columns
 from cache_server import LocalCluster
 from tests.conftest import rows_of, write_numbered
+from tests.job_arguments import grouped
 from tests.waiting import wait_until
 
 pytestmark = [
@@ -37,6 +38,7 @@ pytestmark = [
 
 ROWS, FILES = 1003, 5
 USERS = [None if row % 50 == 7 else f"user {row % 97}" for row in range(ROWS)]
+SPLIT = {"train": 0.8, "val": 0.1, "test": 0.1}
 WHERE = "price > 100 AND city = 'Oslo'"
 KEPT = [row for row in range(ROWS) if 0.5 * row > 100 and row % 3 == 0]
 
@@ -67,12 +69,12 @@ def table(cluster: LocalCluster, tmp_path_factory: pytest.TempPathFactory) -> It
 
 def make(cluster: LocalCluster, **options: Any) -> CacheIterableDataset:
     given = {"batch_size": 7, "columns": ["row"], "endpoint": cluster.endpoint, **options}
-    return CacheIterableDataset("views", **given)
+    return CacheIterableDataset("views", **grouped(**given))
 
 
 def version(cluster: LocalCluster, name: str = "views", **options: Any) -> columns.VersionNodes:
     credentials = job_ranks.find_credentials(cluster.endpoint)
-    shards = shard_maps.wait_for_plan(cluster.endpoint, name, (), 20, credentials)
+    shards = shard_maps.wait_for_shard_map(cluster.endpoint, name, (), 20, credentials)
     return columns.VersionNodes(cluster.endpoint, shards, credentials, **options)
 
 
@@ -104,7 +106,7 @@ def test_spawned_workers_read_a_view_from_one_mapped_file(
 def test_a_state_resumes_a_view_with_other_ranks_and_batches_and_refuses_other_views(
     table: str, cluster: LocalCluster
 ) -> None:
-    options: dict[str, Any] = {"where": WHERE, "shuffle": True, "split": ("train", 0.8)}
+    options: dict[str, Any] = {"where": WHERE, "shuffle": True, "split": SPLIT, "part": "train"}
     first = make(cluster, **options)
     order = rows_of(make(cluster, **options))
     batches = iter(first)
@@ -167,11 +169,13 @@ def test_bad_views_are_refused_when_the_dataset_is_made(table: str, cluster: Loc
     with pytest.raises(RequestError, match="aggregate"):
         make(cluster, where="price > avg(price)")
     with pytest.raises(RequestError, match="No field named nope"):
-        make(cluster, split=("train", 0.5), split_by=["nope"])
+        make(cluster, split={"train": 0.5}, part="train", split_by=["nope"])
     with pytest.raises(ConfigError) as caught:
-        make(cluster, where="", were="x", split=("dev", 1), batch_size=0)
-    for words in ("where must be SQL", "no argument were", "('dev', 1)", "batch_size"):
+        make(cluster, where="", split=("dev", 1))
+    for words in ("where must be SQL", "('dev', 1)"):
         assert words in str(caught.value)
+    with pytest.raises(TypeError, match="were: did you mean where"):
+        make(cluster, were="x")
 
 
 def test_an_audit_proves_what_a_view_read(table: str, cluster: LocalCluster) -> None:
@@ -189,7 +193,7 @@ def test_an_audit_proves_what_a_view_read(table: str, cluster: LocalCluster) -> 
 
 def test_values_of_rows_come_in_row_order_from_any_replica(tmp_path: Path) -> None:
     rows = range(400)
-    with LocalCluster(num_nodes=2) as nodes:
+    with LocalCluster(nodes=2) as nodes:
         client = CacheClient(nodes.endpoint)
         source = write_numbered(tmp_path / "t", 400, files=4)
         client.load(DatasetSpec("t", source, target_shard_bytes=1, replicas=2))

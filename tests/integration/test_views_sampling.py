@@ -19,11 +19,13 @@ from cache_client import (
     DatasetSpec,
     Frequent,
     Join,
+    View,
     Vocabulary,
 )
 from cache_protocol.errors import CacheError, StaleVersionError
 from cache_server import LocalCluster
 from tests.conftest import rows_of
+from tests.job_arguments import grouped
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
@@ -64,7 +66,7 @@ def tables(cluster: LocalCluster, tmp_path_factory: pytest.TempPathFactory) -> I
 
 def dataset(cluster: LocalCluster, **options: Any) -> CacheIterableDataset:
     options = {"columns": ["row"], "batch_size": 4, "shuffle": True, "seed": 7, **options}
-    return CacheIterableDataset("clicks", endpoint=cluster.endpoint, **options)
+    return CacheIterableDataset("clicks", **grouped(cache=cluster.endpoint, **options))
 
 
 VIEWS: list[dict[str, Any]] = [
@@ -74,7 +76,7 @@ VIEWS: list[dict[str, Any]] = [
     {"per_class": "label"},
     {"per_class": "label", "epoch_rows": 31, "where": "weight > 0"},
     {"epoch_rows": 100},
-    {"epoch_rows": 500, "split": ("train", 0.8)},
+    {"epoch_rows": 500, "split": {"train": 0.8}, "part": "train"},
 ]
 
 
@@ -178,7 +180,11 @@ def test_codes_are_those_of_the_vocabulary(cluster: LocalCluster, tables: str) -
 
 def test_a_batch_may_have_codes_alone(cluster: LocalCluster, tables: str) -> None:
     only = CacheIterableDataset(
-        "clicks", endpoint=cluster.endpoint, batch_size=60, columns=["city"], codes={"city": 10}
+        "clicks",
+        cache=cluster.endpoint,
+        batch_size=60,
+        columns=["city"],
+        view=View(codes={"city": 10}),
     )
     batches = list(only)
     assert {tuple(batch) for batch in batches} == {("city",)}

@@ -15,7 +15,7 @@ import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from cache_client import CacheClient, DatasetInfo, DatasetSpec, NotReadyError
+from cache_client import CacheClient, Connection, DatasetInfo, DatasetSpec, NotReadyError
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.wire.load_progress import LoadReport
 from cache_server import LocalCluster
@@ -96,7 +96,7 @@ def test_more_callers_than_threads_wait_for_a_load_and_the_coordinator_answers_e
         return CacheClient(cluster.endpoint).load(spec, on_progress=note, timeout_s=WAIT_S)
 
     with (
-        LocalCluster(num_nodes=2, node_timeout_s=2 * WAIT_S) as cluster,
+        LocalCluster(nodes=2, node_timeout_s=2 * WAIT_S) as cluster,
         grpc.insecure_channel(cluster.nodes[0].control_location) as channel,
         ThreadPoolExecutor(CALLERS) as callers,
     ):
@@ -106,7 +106,7 @@ def test_more_callers_than_threads_wait_for_a_load_and_the_coordinator_answers_e
             loads = [callers.submit(load, caller) for caller in range(CALLERS)]
             wait_until(lambda: len(waiting) == CALLERS, WAIT_S, "every caller sees the progress")
 
-            nodes = CacheClient(cluster.endpoint, timeout_s=SOON_S).nodes()
+            nodes = CacheClient(Connection(cluster.endpoint, deadline_s=SOON_S)).nodes()
             request = health_pb2.HealthCheckRequest(service="live")
             health = health_pb2_grpc.HealthStub(channel).Check(request, timeout=SOON_S)
             assert not any(load.done() for load in loads)
@@ -187,7 +187,7 @@ print(bool(forks._grpc_threads()))
 def test_a_load_that_is_interrupted_leaves_nothing_of_grpc_that_a_fork_would_wait_for(
     spec: DatasetSpec,
 ) -> None:
-    with LocalCluster(num_nodes=2, node_timeout_s=600.0) as cluster:
+    with LocalCluster(nodes=2, node_timeout_s=600.0) as cluster:
         away = psutil.Process(cluster.nodes[1].pid)
         suspend(away)  # so that the load does not end
         try:
@@ -206,7 +206,7 @@ def test_who_interrupts_cachectl_is_told_that_the_load_goes_on(
 ) -> None:
     file = tmp_path / "spec.yaml"
     file.write_text(f"name: table\nsource: {spec.source[0]}\ntarget_shard_bytes: 1\n")
-    with LocalCluster(num_nodes=2, node_timeout_s=600.0) as cluster:
+    with LocalCluster(nodes=2, node_timeout_s=600.0) as cluster:
         client = CacheClient(cluster.endpoint)
         away = psutil.Process(cluster.nodes[1].pid)
         suspend(away)

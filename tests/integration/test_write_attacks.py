@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.flight as fl
 import pytest
 
-from cache_client import CacheClient, CacheIterableDataset, DatasetSpec
+from cache_client import CacheClient, CacheIterableDataset, Connection, DatasetSpec
 from cache_protocol.errors import LoadError
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.v1 import cache_pb2_grpc
@@ -66,14 +66,16 @@ def node(tmp_path_factory: pytest.TempPathFactory, source: Path) -> Iterator[Loc
 
 
 def client(node: LocalNode, name: str) -> CacheClient:
-    return CacheClient(node.endpoint, token=token(name))
+    return CacheClient(Connection(node.endpoint, token=token(name)))
 
 
 def rows(node: LocalNode, name: str) -> list[int]:
     dataset = CacheIterableDataset(
-        "t", batch_size=100, endpoint=node.endpoint, columns=["row"], local=False,
-        token=token(name), deadline_s=WAIT_S,
-    )  # fmt: skip
+        "t",
+        batch_size=100,
+        cache=Connection(node.endpoint, local=False, token=token(name), deadline_s=WAIT_S),
+        columns=["row"],
+    )
     return [row for batch in dataset for row in batch["row"].tolist()]
 
 

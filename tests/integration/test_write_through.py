@@ -145,7 +145,7 @@ def test_a_refused_first_append_blocks_no_later_one(
 
 
 def test_a_lost_node_costs_no_rows_that_were_written_through_a_folder(tmp_path: Path) -> None:
-    with LocalCluster(num_nodes=2, node_timeout_s=1.0) as cluster:
+    with LocalCluster(nodes=2, node_timeout_s=1.0) as cluster:
         client = CacheClient(cluster.endpoint)
         client.write("rows", numbered_table(ROWS), through=tmp_path, target_shard_bytes=SHARD_BYTES)
         cluster.nodes[1].kill()

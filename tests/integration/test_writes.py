@@ -36,6 +36,7 @@ from cache_client import (
 from cache_client.writing import writes
 from cache_server import LocalCluster
 from tests.conftest import numbered_table
+from tests.job_arguments import grouped
 from tests.waiting import wait_until
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "engines.md"
@@ -105,7 +106,7 @@ def test_arrays_and_tensors_become_columns_with_their_shapes(
 
     assert info.schema.field("even").type == pa.uint8()
     dataset = CacheIterableDataset(
-        dataset_name, endpoint=cluster.endpoint, batch_size=ROWS, rank=0, world_size=1
+        dataset_name, cache=cluster.endpoint, batch_size=ROWS, rank=0, world_size=1
     )
     (batch,) = dataset
     order = batch["label"].numpy()
@@ -260,12 +261,18 @@ def test_appended_rows_follow_the_old_ones_which_keep_their_files_numbers_and_re
 
     def reader(**arguments: Any) -> CacheIterableDataset:
         return CacheIterableDataset(
-            dataset_name, endpoint=cluster.endpoint, batch_size=100, rank=0, world_size=1,
-            **{"shuffle": False, **arguments},
-        )  # fmt: skip
+            dataset_name,
+            **grouped(
+                cache=cluster.endpoint,
+                batch_size=100,
+                rank=0,
+                world_size=1,
+                **{"shuffle": False, **arguments},
+            ),
+        )
 
     first = grow(0, 500, replicas=2)
-    following = reader(follow="epoch", job=dataset_name)
+    following = reader(version="each-epoch", job=dataset_name)
     pinned = iter(reader(shuffle=True))
     seen = next(pinned)["row"].tolist()
     before = {node.id: node.stored_bytes for node in client.nodes()}
@@ -333,7 +340,7 @@ def test_an_append_to_loaded_rows_is_refused_and_leaves_them(
 
 def test_a_full_node_lets_writers_wait_and_then_refuses_them_by_name() -> None:
     rows = {"x": np.zeros((1000, 1000), np.float32)}  # 4 MB
-    with LocalCluster(num_nodes=1, memory_limit_bytes=6_000_000) as cluster:
+    with LocalCluster(nodes=1, memory_limit_bytes=6_000_000) as cluster:
         client = CacheClient(cluster.endpoint)
         client.write("first", rows, target_shard_bytes="1MiB")
         schema = pa.schema([("x", pa.list_(pa.float32(), 1000))])
@@ -352,7 +359,7 @@ def test_a_full_node_lets_writers_wait_and_then_refuses_them_by_name() -> None:
 
 
 def test_rows_outlive_a_node_only_with_replicas_and_come_back_with_it() -> None:
-    with LocalCluster(num_nodes=2, node_timeout_s=1.0) as cluster:
+    with LocalCluster(nodes=2, node_timeout_s=1.0) as cluster:
         client = CacheClient(cluster.endpoint)
         table = numbered_table(ROWS)
         one = client.write("one", table, target_shard_bytes=SHARD_BYTES)

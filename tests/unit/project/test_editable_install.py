@@ -30,7 +30,7 @@ reveal_type(CacheClient("").load)
 reveal_type(DatasetSpec("t", "a.parquet").name)
 reveal_type(DatasetInfo().fingerprint)
 reveal_type(check_supported)
-reveal_type(LocalCluster(num_nodes=2).endpoint)
+reveal_type(LocalCluster(nodes=2).endpoint)
 """
 TYPES = ("DatasetSpec", "str", "str", "dict[str, Any]", "str")
 # Large libraries, which say nothing of where ours are.

@@ -162,8 +162,8 @@ _POSTGRES = ("cache_server/tables/postgres/",)
 _HUB = ("cache_server/object_stores/hub.py",)
 # Who speaks with the world, with nodes or with clients: a table or a store is read for them.
 _OUTSIDE = ("coordination", "local", "node", "plan", "rpc", "server", "web")
-_KNOW_THE_READER = ("reading/", "control/client.py", "training/random_access.py")
-_CALL_THE_COORDINATOR = ("client", "loads")
+_KNOW_THE_READER = ("reading/", "control/row_reads.py", "training/random_access.py")
+_CALL_THE_COORDINATOR = ("coordinator", "loads")
 _RUN_PODS = ("containers", "controller", "kubelet", "run")
 BARRIERS = (
     Barrier("cache_server", "cache_client"),
@@ -318,8 +318,8 @@ HOUSES: dict[str, dict[str, tuple[str, ...]]] = {
         "training": (
             *("order", "flight", "job", "views", "reading", "batches", "epochs", "view_options"),
         ),
-        "engines": ("writing", "control"),
-        "cli": ("order", "control"),
+        "engines": ("job", "writing", "control"),
+        "cli": ("order", "job", "control"),
     },
     "cache_server": {
         "auth": (),

@@ -278,7 +278,7 @@ def test_an_endpoint_is_the_argument_the_environment_or_that_of_the_train_job(
 def test_a_missing_endpoint_is_an_error_that_names_all_three_ways(environ: dict[str, str]) -> None:
     with pytest.raises(ConfigError) as caught:
         job_ranks.find_endpoint(None, environ)
-    for words in ("endpoint='grpc://HOST:PORT'", "CACHE_ENDPOINT", "TRAIN_JOB_NAME"):
+    for words in ("cache='grpc://HOST:PORT'", "CACHE_ENDPOINT", "TRAIN_JOB_NAME"):
         assert words in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -408,14 +408,14 @@ def test_the_data_parallel_rank_is_found_in_meshes_and_groups() -> None:
     for rank, (ranks, dimensions, refused) in enumerate(json.loads(done.stdout)):
         assert ranks == [[rank // 2, 4], [rank // 2 % 2, 2], [rank % 2, 2]]
         assert dimensions == ["tp"]
-        assert "device_mesh has 'x'" in refused and "device_mesh=mesh['dp']" in refused
+        assert "data_parallel has 'x'" in refused and "data_parallel=mesh['dp']" in refused
 
 
 @pytest.mark.parametrize(
     ("value", "find"), [("dp", parallel_groups.rank_in_mesh), (7, parallel_groups.rank_in_group)]
 )
 def test_what_is_no_mesh_and_no_group_is_refused(value: object, find: Any) -> None:
-    with pytest.raises(ConfigError, match=r"device_mesh must be|process_group must be"):
+    with pytest.raises(ConfigError, match="data_parallel must be"):
         find(value)
 
 

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from cache_client import CacheIterableDataset, NodeUnavailableError
+from cache_client import CacheIterableDataset, Connection, NodeUnavailableError
 from cache_client.reading import shard_maps as plan
 
 NOBODY = "grpc://127.0.0.1:1"
@@ -22,7 +22,7 @@ def test_it_says_once_for_what_it_waits_where_and_why(
     monkeypatch.setattr(plan, "_WARN_AFTER_S", 0.0)
 
     with caplog.at_level(logging.WARNING), pytest.raises(NodeUnavailableError):
-        CacheIterableDataset("trips", endpoint=NOBODY, batch_size=1, deadline_s=0.5)
+        CacheIterableDataset("trips", cache=Connection(NOBODY, deadline_s=0.5), batch_size=1)
 
     (warning,) = warnings(caplog)
     assert warning.startswith(f"waiting up to 0.5 s for dataset 'trips' at {NOBODY}: ")
@@ -31,6 +31,6 @@ def test_it_says_once_for_what_it_waits_where_and_why(
 
 def test_it_says_nothing_at_first(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING), pytest.raises(NodeUnavailableError):
-        CacheIterableDataset("trips", endpoint=NOBODY, batch_size=1, deadline_s=0.1)
+        CacheIterableDataset("trips", cache=Connection(NOBODY, deadline_s=0.1), batch_size=1)
 
     assert warnings(caplog) == []

@@ -20,7 +20,7 @@ from cache_client.flight import routing
 from cache_client.order import load_log
 from cache_client.order import order as ordering
 from cache_client.reading import node_health, shard_maps
-from cache_client.training import base, first_epoch
+from cache_client.training import first_epoch, windows
 from cache_client.view_options import job_view
 from cache_client.views import view as views_view
 from cache_protocol.errors import (
@@ -36,7 +36,7 @@ SEED, EPOCH = 7, 0
 Groups = list[list[int]]  # rows of the shards of each group; shards are numbered backwards
 
 
-def log_of(groups: Groups, known: int, *, total: bool) -> load_log.LoadLog:
+def log_of(groups: Groups, known: int, *, total: bool) -> load_log.GroupLog:
     """The first groups of a log; shards that were sealed later have smaller numbers."""
     ends = [*accumulate((len(group) for group in groups), initial=0)]
     made = [
@@ -45,12 +45,12 @@ def log_of(groups: Groups, known: int, *, total: bool) -> load_log.LoadLog:
     ]
     closed = known == len(groups)
     num_rows = sum(map(sum, groups))
-    return load_log.LoadLog(
+    return load_log.GroupLog(
         "log", tuple(made[:known]), closed, num_rows if closed or total else None
     )
 
 
-def map_of(log: load_log.LoadLog) -> routing.ShardMap:
+def map_of(log: load_log.GroupLog) -> routing.ShardMap:
     pairs = sorted(
         pair for each in log.groups for pair in zip(each.shards, each.num_rows, strict=True)
     )
@@ -127,10 +127,10 @@ def steps_of_pass(
     view = job_view.JobView(views_view.LoggedView(source.log))
 
     def fetch(steps: range) -> Any:
-        ask = partial(base._ask_for_window, audits=True, loading=source, given_up=lambda: False)
+        ask = partial(windows.ask_for_window, audits=True, loading=source, given_up=lambda: False)
         return ask(this, view, rank, partial(ask_nodes, source), steps)()
 
-    for found in base._windows(map(fetch, ordering.step_windows(this.steps, window)), fetch):
+    for found in windows.all_windows(map(fetch, ordering.step_windows(this.steps, window)), fetch):
         assert found.digests is not None and len(found.digests[0]) == len(found.sizes)
         ends = np.cumsum(found.sizes)[:-1]
         yield from (part.tolist() for part in np.split(found.samples.row_ids, ends))
@@ -268,9 +268,9 @@ def test_nodes_that_say_the_same_in_turn_do_not_move_the_deadline(
         asked.append(location)
         raise NotReadyError(f"{location} is loading")
 
-    monkeypatch.setattr(shard_maps, "_read_plan", read)
+    monkeypatch.setattr(shard_maps, "_read_shard_map", read)
     with pytest.raises(NotReadyError, match="is loading"):
-        shard_maps.wait_for_plan(
+        shard_maps.wait_for_shard_map(
             "grpc://a:1", "t", (), 0.2, known_groups=1, others=["grpc://b:1"],
             given_up=lambda: len(asked) > 100,
         )  # fmt: skip

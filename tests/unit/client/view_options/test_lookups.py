@@ -11,6 +11,7 @@ from cache_client.batches import convert
 from cache_client.reading import rows as reading_rows
 from cache_client.view_options import lookup_options
 from cache_client.view_options import lookups as view_options_lookups
+from cache_client.view_options import options as view_options
 from cache_client.views import shared_array
 from cache_protocol.errors import ConfigError
 from cache_protocol.storage.layout import Layout
@@ -286,7 +287,9 @@ def test_keys_that_come_twice_or_are_of_another_type_are_refused():
     ],
 )
 def test_bad_options_are_quoted(options, problem):
-    assert problem in "; ".join(lookup_options.lookup_problems(options))
+    with pytest.raises(ConfigError) as raised:
+        view_options.View(**options)
+    assert problem in str(raised.value)
 
 
 def test_good_options_are_no_problem():
@@ -296,12 +299,7 @@ def test_good_options_are_no_problem():
         "c": view_options_lookups.Vocabulary(["x"]),
         "d": 100,
     }
-    assert (
-        lookup_options.lookup_problems(
-            {"codes": codes, "join": {"u": lookup_options.Join("users"), "v": "items"}}
-        )
-        == []
-    )
+    view_options.View(codes=codes, join={"u": view_options_lookups.Join("users"), "v": "items"})
     for name in ("max_size", "min_count"):
         with pytest.raises(ConfigError, match=f"{name} must be an integer of at least 1, got 0"):
             view_options_lookups.Frequent(**{name: 0})
@@ -309,18 +307,20 @@ def test_good_options_are_no_problem():
 
 def test_a_column_that_becomes_codes_is_not_read():
     names = ["a", "city", "b"]
-    assert lookup_options.columns_to_read({"codes": ["city"]}, names, ()) == (
+    assert lookup_options.columns_to_read(view_options.View(codes=["city"]), names, ()) == (
         ("a", "b"),
         frozenset(),
     )
-    assert lookup_options.columns_to_read({"codes": ["city"]}, names, ("b", "city")) == (
+    assert lookup_options.columns_to_read(
+        view_options.View(codes=["city"]), names, ("b", "city")
+    ) == (
         ("b",),
         frozenset(),
     )
-    only = lookup_options.columns_to_read({"codes": ["city"]}, ["city"], ())
+    only = lookup_options.columns_to_read(view_options.View(codes=["city"]), ["city"], ())
     assert only == (("city",), frozenset({"city"}))
     with pytest.raises(ConfigError, match="no column 'town'; columns: a, city, b"):
-        lookup_options.columns_to_read({"codes": ["town"]}, names, ())
+        lookup_options.columns_to_read(view_options.View(codes=["town"]), names, ())
 
 
 def test_a_spawned_worker_maps_the_rows_of_a_joined_dataset(monkeypatch: pytest.MonkeyPatch):

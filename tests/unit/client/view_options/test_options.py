@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import fields
 from multiprocessing import context
 from typing import Any
 
@@ -11,9 +12,8 @@ import pyarrow as pa
 import pytest
 
 from cache_client.flight import routing
-from cache_client.view_options import columns, lookup_options, selection
+from cache_client.view_options import columns, lookups, open_view, selection
 from cache_client.view_options import options as view_options
-from cache_client.view_options import options as view_options_options
 from cache_protocol.errors import ConfigError
 
 FITTING: dict[str, Any] = {
@@ -91,17 +91,17 @@ VERSION = columns.VersionNodes(
 def problems_of(option: str, value: Any) -> list[str]:
     """Those that are found without a node, and those of the rows of a version."""
     options = {**BESIDE.get(option, {}), option: value}
-    problems = view_options_options.view_problems(options)
-    if option == "subset":
-        try:
-            selection.make_selection(options, VERSION)
-        except ConfigError as error:
-            problems.append(str(error))
-    return problems
+    try:
+        view = view_options.View(**options)
+        if option == "subset":
+            selection.make_selection(view, VERSION)
+    except ConfigError as error:
+        return [str(error)]
+    return []
 
 
 def test_the_table_has_every_option() -> None:
-    assert TAKES.keys() == view_options_options.ViewOptions.__annotations__.keys()
+    assert TAKES.keys() == {each.name for each in fields(view_options.View)}
 
 
 @pytest.mark.parametrize("option", TAKES)
@@ -127,11 +127,11 @@ def test_a_value_of_a_wrong_type_is_refused_by_name(option: str) -> None:
     ],
 )
 def test_a_spawned_worker_maps_the_tables_of_a_view(
-    options: view_options_options.ViewOptions, monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     numbers = pa.chunked_array([pa.array(range(1, ROWS + 1))])
-    monkeypatch.setattr(view_options, "row_values", lambda version, sql: numbers)
-    view = view_options_options.make_view(options, VERSION).view
+    monkeypatch.setattr(open_view, "row_values", lambda version, sql: numbers)
+    view = open_view.make_view(view_options.View(**options), VERSION).view
     monkeypatch.setattr(context._tls, "spawning_popen", object(), raising=False)
     pickled = pickle.dumps(view)
     monkeypatch.undo()
@@ -153,4 +153,4 @@ def test_a_spawned_worker_maps_the_tables_of_a_view(
 )
 def test_a_join_refuses_arguments_of_a_wrong_type(arguments: Any, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
-        lookup_options.Join(**arguments)
+        lookups.Join(**arguments)

@@ -96,14 +96,14 @@ def test_a_batch_is_that_of_loops(lengths, length, cut, large, seed, data):
         ("tokens", documents, kind), ("mask", masks, bools), row_ids=samples.row_ids.tolist()
     )
     assemble = packed_batches.PackedAssembler(
-        "tokens", length, 7, packed_batches.PACK_OUTPUTS, "torch", label_mask="mask"
+        "tokens", length, 7, packing.PACK_OUTPUTS, "torch", label_mask="mask"
     )
     (batch,) = assemble(rows, samples.slots(0, len(slots)), [len(slots)])
     order = shuffle.order(view.inner, 0).row_ids(np.arange(len(lengths))).tolist()
     expected, cu_seqlens = reference(
         documents, masks, slots, length=length, pad=7, cut=cut, order=order
     )
-    assert set(batch) == {"tokens", *packed_batches.PACK_OUTPUTS, "max_seqlen"}
+    assert set(batch) == {"tokens", *packing.PACK_OUTPUTS, "max_seqlen"}
     for name, values in expected.items():
         assert batch[name].tolist() == values, name
     assert batch["cu_seqlens"].tolist() == cu_seqlens
@@ -180,7 +180,7 @@ def test_steps_that_are_made_at_once_are_those_made_alone():
     sizes = [2, 2, 2, 2, 1]
     samples = view.samples(np.arange(9), 0).shared(sizes)
     rows = rows_of(("tokens", documents, None), row_ids=samples.row_ids.tolist())
-    assemble = packed_batches.PackedAssembler("tokens", 4, 0, packed_batches.PACK_OUTPUTS, "numpy")
+    assemble = packed_batches.PackedAssembler("tokens", 4, 0, packing.PACK_OUTPUTS, "numpy")
     together = assemble(rows, samples.slots(0, 9), sizes)
     at = slot = 0
     for batch, size, count in zip(together, sizes, samples.rows_of_steps(sizes), strict=True):

@@ -4,6 +4,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from cache_client.view_options import options as view_options
 from cache_client.view_options import sampling as view_options_sampling
 from cache_client.views import sampling as views_sampling
 from cache_client.views import view as views_view
@@ -23,7 +24,9 @@ from cache_protocol.errors import ConfigError
     ],
 )
 def test_bad_options_are_quoted(options, problem):
-    assert problem in "; ".join(view_options_sampling.sampling_problems(options))
+    with pytest.raises(ConfigError) as raised:
+        view_options.View(**options)
+    assert problem in str(raised.value)
 
 
 SHUFFLE = views_view.Shuffle(True)
@@ -36,10 +39,9 @@ def made(options, values, shuffle=SHUFFLE, inner=None):
         asked.append(sql)
         return pa.chunked_array([values])
 
-    assert view_options_sampling.sampling_problems(options) == []
     inner = inner or views_view.PlainView(len(values))
     return view_options_sampling.make_sampling(
-        options, inner, shuffle=shuffle, columns=[], values=answer
+        view_options.View(**options), inner, shuffle=shuffle, columns=[], values=answer
     ), asked
 
 
@@ -99,7 +101,7 @@ def test_a_column_may_have_any_name():
 
     for name in ('my "col"', "a+b", "a + b"):
         view_options_sampling.make_sampling(
-            {"weights": name}, views_view.PlainView(2), shuffle=SHUFFLE,
+            view_options.View(weights=name), views_view.PlainView(2), shuffle=SHUFFLE,
             columns=['my "col"', "a+b"],
             values=answer,
         )  # fmt: skip

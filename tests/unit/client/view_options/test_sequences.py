@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from cache_client.batches import convert as batches_convert
 from cache_client.reading import rows as reading_rows
+from cache_client.view_options import options as view_options
 from cache_client.view_options import sequences
 from cache_client.views import rows_view
 from cache_client.views import view as views_view
@@ -22,7 +23,7 @@ LISTS = pa.list_(pa.int32())
     ("options", "problem"),
     [
         ({"pack": "t"}, "pack needs sequence_length"),
-        ({"pack": 3, "sequence_length": 4}, "pack must be a text, got 3"),
+        ({"pack": 3, "sequence_length": 4}, "pack must be the name of a column, got 3"),
         ({"pack": "t", "sequence_length": 0}, "sequence_length must be at least 1, got 0"),
         ({"sequence_length": 4}, "sequence_length needs pack, got 4"),
         ({"pack": "t", "sequence_length": 4, "cut_documents": 1}, "cut_documents must be True or"),
@@ -52,20 +53,20 @@ LISTS = pa.list_(pa.int32())
     ],
 )
 def test_bad_options_are_quoted(options, problem):
-    problems = "; ".join(sequences.sequence_problems(options, batch_format="torch", stacks=False))
-    assert problem in problems
+    with pytest.raises(ConfigError) as raised:
+        view_options.View(**options)
+    assert problem in str(raised.value)
 
 
 def test_packing_makes_neither_record_batches_nor_stacks():
-    options = {"pack": "t", "sequence_length": 4}
-    problems = sequences.sequence_problems(options, batch_format="arrow", stacks=True)
-    assert len(problems) == 2
-    assert sequences.sequence_problems(options, batch_format="torch", stacks=False) == []
+    view = view_options.View(pack="t", sequence_length=4)
+    assert len(view.problems_with(batch_format="arrow", stacks=True)) == 2
+    assert view.problems_with(batch_format="torch", stacks=False) == []
 
 
 def test_packing_reads_its_columns_only():
-    assert sequences.sequence_columns({}, ("a",)) == ("a",)
-    options = {"pack": "t", "sequence_length": 4, "label_mask": "m"}
+    assert sequences.sequence_columns(view_options.View(), ("a",)) == ("a",)
+    options = view_options.View(pack="t", sequence_length=4, label_mask="m")
     assert sequences.sequence_columns(options, ()) == ("t", "m")
     with pytest.raises(ConfigError, match=r"pack reads columns \['t', 'm'\] only"):
         sequences.sequence_columns(options, ("t", "a"))
@@ -96,7 +97,7 @@ def made(options, table, *, batch_format="torch", values=None, inner=None, stack
     """
     layout = Layout(table.schema)
     found = sequences.make_sequences(
-        options,
+        view_options.View(**options),
         inner or views_view.PlainView(table.num_rows),
         layout,
         shuffle=views_view.Shuffle(False),

@@ -43,7 +43,7 @@ def test_waiting_for_a_cache_leaves_the_random_numbers_of_the_program_alone() ->
         closed.bind(("127.0.0.1", 0))  # no server listens
         before = random.getstate()
         with pytest.raises(NodeUnavailableError):
-            shard_maps.wait_for_plan(
+            shard_maps.wait_for_shard_map(
                 f"grpc://127.0.0.1:{closed.getsockname()[1]}", "t", [], deadline_s=1.0
             )
     assert random.getstate() == before

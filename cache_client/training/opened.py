@@ -1,0 +1,225 @@
+"""One version as a job reads it: opened, and swapped whole."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol, Self
+
+from cache_client.epochs.observer import Observer
+from cache_client.epochs.reports import ReaderIdentity, Reporter
+from cache_client.flight.routing import NodeRef, ShardMap
+from cache_client.order.permutation import Int64Array
+from cache_client.reading.counts import ReadCounts, SharedCounts
+from cache_client.reading.per_process import PerProcess
+from cache_client.reading.rows import Rows
+from cache_client.reading.shard_maps import wait_for_shard_map
+from cache_client.reading.source import Source
+from cache_client.reading.window_sizes import WindowSizes
+from cache_client.training.first_epoch import LoadingSource
+from cache_client.training.job_config import JobConfig
+from cache_client.view_options.columns import VersionNodes
+from cache_client.view_options.job_view import JobView
+from cache_client.view_options.open_view import make_view, read_shard_map
+from cache_client.views.view import LoggedView, PlainView, SlotView
+from cache_protocol.storage.layout import Layout
+from cache_protocol.v1 import cache_pb2 as pb
+
+
+class RowReader(Protocol):
+    """Fetches rows by the ids of a view. Thread-safe."""
+
+    @property
+    def num_nodes(self) -> int:
+        """The most nodes that one window is requested from."""
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it was closed."""
+
+    def fetch(self, row_ids: Int64Array) -> list[Rows]:
+        """The rows of these ids, in this order; see `cache_client.reading.reader`."""
+
+    def request(self, row_ids: Int64Array) -> Callable[[], list[Rows]]:
+        """Asks for rows; the result waits for them; see `cache_client.reading.reader`."""
+
+    def keep_lease(self) -> None:
+        """Renews leases in the background when they are due."""
+
+    def close(self) -> None:
+        """Closes every connection; running fetches fail."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+class RowSource(Protocol):
+    """Opens readers of what is read."""
+
+    @property
+    def shards(self) -> ShardMap:
+        """The version, or several joined."""
+
+    def open_reader(
+        self, *, replica_offset: int, rows_per_message: int, counts: ReadCounts
+    ) -> RowReader:
+        """A reader for one pass; see `cache_client.reading.reader`."""
+
+
+@dataclass(frozen=True)
+class Opened:
+    """What a job reads: one version, or those of a mixture. Immutable.
+
+    Attributes:
+        name: of the version; of a mixture, those of its sources.
+        fingerprint: of the version and the view.
+        source: opens readers.
+        job_view: slots -> rows -> batches.
+        layout: of the rows.
+        sizes: of windows and messages.
+        nodes: every node that holds rows.
+        observer: watches the passes of a process; reports are of one version.
+    """
+
+    name: str
+    fingerprint: str
+    source: RowSource
+    job_view: JobView
+    layout: Layout
+    sizes: WindowSizes
+    nodes: tuple[NodeRef, ...]
+    observer: PerProcess[Observer] = field(default_factory=PerProcess, compare=False)
+
+    @property
+    def shards(self) -> ShardMap:
+        """The version, or several joined."""
+        return self.source.shards
+
+    @property
+    def loading(self) -> LoadingSource | None:
+        """Where the rows come from in the first epoch of a version that may load."""
+        return self.source if isinstance(self.source, LoadingSource) else None
+
+    @property
+    def slots(self) -> SlotView:
+        """Which rows each slot has."""
+        return self.job_view.view if self.loading is None else self.loading.view
+
+    def sizes_of(self, config: JobConfig, num_workers: int) -> WindowSizes:
+        """The sizes of the windows of a pass.
+
+        Each window follows the one before where one node has all of its rows: where there is one
+        node, or each window begins where the one before ends.
+        """
+        one_reader = config.rank.world_size * num_workers == 1
+        in_order = not config.shuffle.shuffle and isinstance(self.slots, PlainView)
+        in_streams = in_order and (one_reader or len(self.nodes) == 1)
+        return replace(self.sizes, in_streams=in_streams)
+
+    def make_observer(
+        self, config: JobConfig, nodes: Sequence[NodeRef], counts: SharedCounts
+    ) -> Observer:
+        """What watches the passes of a process.
+
+        Args:
+            nodes: that are counted.
+            counts: of this process and its workers.
+        """
+        rank = config.rank.rank
+        identity = ReaderIdentity(
+            run=secrets.token_hex(8),
+            job=config.job,
+            dataset=self.name,
+            fingerprint=self.fingerprint,
+            rank=rank,
+            world_size=config.rank.world_size,
+            view=config.view.short,
+        )
+        places = [node.location for node in nodes]
+        first = rank % len(places) if places else 0
+        locations = dict.fromkeys((*places[first:], *places[:first], config.access.endpoint))
+        reporter = Reporter(
+            identity, tuple(locations), config.access.credentials, is_named=config.job_is_named
+        )
+        return Observer(identity, tuple(node.id for node in nodes), counts, reporter)
+
+
+def open_version(
+    config: JobConfig,
+    before: Opened | None = None,
+    *,
+    epoch: int | None = None,
+    fingerprint: str = "",
+) -> Opened:
+    """Opens a version: of this fingerprint or epoch, else the newest.
+
+    Args:
+        config: of the job.
+        before: what the job reads now; returned if the version stays.
+
+    Raises:
+        ConfigError: the version does not fit the arguments.
+        CacheError: as `wait_for_shard_map`.
+    """
+    access, log_groups, follow = config.access, None, None
+    loads = config.version == "first-rows"
+    if loads:
+        log_groups = 0 if epoch == 0 else None
+        if before is not None:  # all epochs are of one version
+            fingerprint = before.shards.fingerprint
+            if (log_groups is None) == (before.shards.log is None):
+                return before
+    elif epoch is not None:
+        follow = pb.EpochOfJob(job=config.job, epoch=epoch)
+    shards, columns, hidden = read_shard_map(
+        config.view,
+        config.columns,
+        lambda names: wait_for_shard_map(
+            access.endpoint, config.name, names, access.ready_deadline_s, access.credentials,
+            fingerprint=fingerprint, follow=follow, known_groups=log_groups,
+            others=() if before is None else before.shards.locations(access.endpoint),
+        ),
+    )  # fmt: skip
+    if not loads and before is not None and before.shards.fingerprint == shards.fingerprint:
+        return before
+    if shards.log is not None:
+        return _opened(config, LoadingSource(
+            access.endpoint, shards, columns, access.credentials,
+            deadline_s=access.deadline_s, local=access.local,
+            shuffle=config.shuffle, ready_deadline_s=access.ready_deadline_s,
+        ), JobView(LoggedView(shards.log)))  # fmt: skip
+    version = VersionNodes(
+        access.endpoint, shards, access.credentials, access.deadline_s, config.rank.rank
+    )
+    job_view = make_view(
+        config.view,
+        version,
+        config.shuffle,
+        config.batch_format,
+        hidden=hidden,
+        ready_deadline_s=access.ready_deadline_s,
+    )
+    source = Source(
+        access.endpoint, shards, columns, access.credentials,
+        deadline_s=access.deadline_s, local=access.local,
+    )  # fmt: skip
+    return _opened(config, source, job_view)
+
+
+def _opened(config: JobConfig, source: Source, job_view: JobView) -> Opened:
+    shards, identity = source.shards, job_view.identity
+    layout = shards.layout if job_view.lookups is None else job_view.lookups.layout
+    job_view.column_names(config.converter(layout).names, pad_mask=config.pad_mask)
+    digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
+    return Opened(
+        shards.dataset,
+        f"{shards.fingerprint}-{digest}" if identity else shards.fingerprint,
+        source,
+        job_view,
+        layout,
+        config.window_sizes(shards, job_view.view.rows_per_slot),
+        shards.nodes,
+    )

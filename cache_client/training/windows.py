@@ -1,0 +1,192 @@
+"""The windows of a pass: runs of steps that are requested at once, and their batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import closing, contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cache_client.batches.batch_formats import with_column
+from cache_client.epochs.observer import Observer, SharedDigests
+from cache_client.epochs.passes import Pass
+from cache_client.order.digests import Words, step_digests
+from cache_client.order.order import step_windows
+from cache_client.order.permutation import Int64Array
+from cache_client.reading.counts import SharedCounts
+from cache_client.reading.fetch_ahead import FETCH_THREADS, ask_ahead, fetch_ahead
+from cache_client.reading.rows import Rows, cut
+from cache_client.reading.window_sizes import WindowSizes
+from cache_client.training.first_epoch import LoadingSource
+from cache_client.training.job_config import JobConfig
+from cache_client.training.opened import Opened, RowReader
+from cache_client.view_options.job_view import Assemble, JobView
+from cache_client.views.view import Samples
+from cache_protocol.errors import NodeUnavailableError
+
+
+class Window(NamedTuple):
+    """The rows of a run of steps.
+
+    Attributes:
+        pieces: the rows, in order.
+        samples: of all steps.
+        sizes: slots of each step.
+        digests: of each step, if wanted.
+        later: steps of the run whose rows were not sealed.
+        ended: there are no more steps.
+    """
+
+    pieces: list[Rows]
+    samples: Samples
+    sizes: list[int]
+    digests: tuple[Words, Words] | None
+    later: range = range(0)
+    ended: bool = False
+
+    def batches(self, assemble: Assemble, at_once: int) -> Iterator[Any]:
+        """The batches; steps of about so many slots are made at once."""
+        steps = max(1, at_once // max(self.sizes, default=1))
+        runs = [self.sizes[at : at + steps] for at in range(0, len(self.sizes), steps)]
+        slots_of_runs = [sum(run) for run in runs]
+        stop = 0
+        for rows, run in zip(
+            cut(self.pieces, self.samples.rows_of_steps(slots_of_runs)), runs, strict=True
+        ):
+            start, stop = stop, stop + sum(run)
+            yield from assemble(rows, self.samples.slots(start, stop), run)
+
+
+def all_windows(results: Iterable[Window], fetch: Callable[[range], Window]) -> Iterator[Window]:
+    """The windows, with the rest of those whose rows were not all sealed when they were asked."""
+    for window in results:
+        while window.sizes:
+            yield window
+            if not window.later:
+                break
+            window = fetch(window.later)
+        if window.ended:
+            return
+
+
+def ask_for_window(
+    pass_: Pass,
+    job_view: JobView,
+    rank: int,
+    request: Callable[[Int64Array], Callable[[], list[Rows]]],
+    window: range,
+    *,
+    audits: bool,
+    loading: LoadingSource | None,
+    given_up: Callable[[], bool],
+) -> Callable[[], Window]:
+    """Asks for the rows of a run of steps; the result waits for them.
+
+    While the version loads, it waits for the first of these steps, and asks for those of them that
+    can be read.
+
+    Args:
+        request: of a reader, see `Reader.request`.
+        given_up: whether nothing waits for the rows any more.
+
+    Raises:
+        NodeUnavailableError: naming the first step. Others as `Reader.fetch`.
+    """
+    step, view, later, ended = window.start, job_view.view, range(0), False
+    with _named(step):
+        if loading is not None:
+            view, window, later, ended = loading.wait_for(pass_, window, given_up)
+            if not window:
+                none = Window([], Samples(np.empty(0, np.int64)), [], None, ended=ended)
+                return lambda: none
+        positions, sizes = pass_.plan.window(window, rank)
+        slots = pass_.order.row_ids(positions)
+        digests = step_digests(slots, sizes) if audits else None
+        samples = view.samples(slots, pass_.epoch).shared(sizes)
+        wait = request(samples.row_ids)
+
+    def receive() -> Window:
+        with _named(step):
+            pieces = wait()
+            if job_view.lookups is not None:
+                pieces = job_view.lookups.extend(pieces, samples.row_ids)
+            return Window(pieces, samples, sizes, digests, later, ended)
+
+    return receive
+
+
+@contextmanager
+def _named(step: int) -> Iterator[None]:
+    """Names the step of a failure."""
+    try:
+        yield
+    except NodeUnavailableError as error:
+        raise NodeUnavailableError(f"step {step}: {error}") from None
+
+
+def pass_batches(
+    pass_: Pass,
+    reader: RowReader,
+    config: JobConfig,
+    opened: Opened,
+    sizes: WindowSizes,
+    observer: Observer,
+    counts: SharedCounts,
+) -> Generator[Any, None, None]:
+    """The batches of a pass. Changes nothing of its dataset, and may run in any thread."""
+    job_view, rank = opened.job_view, config.rank.rank
+    assemble = _assembler(config, opened)
+    # A worker sends the whole storage of a batch.
+    at_once = 1 if pass_.in_worker else job_view.slots_at_once
+    if job_view.assembler is None and not pass_.in_worker:
+        at_once = sizes.rows_per_message()  # of one message, so that none are joined
+    transform = config.transform and observer.timed(config.transform)
+    audits, loading = config.audit != "off", opened.loading
+    shared = SharedDigests(counts, pass_) if audits and pass_.in_worker else None
+    steps = pass_.steps
+    per_window = sizes.steps_per_window(reader.num_nodes)
+    ask = partial(
+        ask_for_window, pass_, job_view, rank, audits=audits, loading=loading,
+        given_up=lambda: reader.is_closed,
+    )  # fmt: skip
+
+    def fetch(window: range) -> Window:
+        return ask(lambda ids: partial(reader.fetch, ids), window)()
+
+    windows = step_windows(steps, per_window)
+    depth, on_wait = sizes.windows_ahead(per_window), observer.note_wait
+    if reader.num_nodes and not sizes.in_streams and loading is None:
+        results = ask_ahead(partial(ask, reader.request), windows, depth=depth, on_wait=on_wait)
+    else:  # two threads share the work of files, and wait for rows that are not loaded
+        results = fetch_ahead(
+            fetch,
+            windows,
+            depth=depth,
+            threads=1 if sizes.in_streams else FETCH_THREADS,
+            on_wait=on_wait,
+        )
+    with closing(results):  # also where an error of the transform is kept, and this with it
+        step = iter(steps)
+        for window in all_windows(results, fetch):
+            if window.digests is not None:
+                if shared is None:
+                    pass_.digests.put(*window.digests)
+                else:
+                    shared.begin(*window.digests)
+            for batch, size in zip(window.batches(assemble, at_once), window.sizes, strict=True):
+                if shared is not None:
+                    shared.put_next()
+                if config.pad_mask is not None:
+                    padded = pass_.plan.num_padded(next(step), rank)
+                    mask = np.arange(size) < size - padded
+                    batch = with_column(batch, config.pad_mask, mask, config.batch_format)
+                yield batch if transform is None else transform(batch)
+
+
+def _assembler(config: JobConfig, opened: Opened) -> Assemble:
+    convert, assembler = config.converter(opened.layout), opened.job_view.assembler
+    if assembler is not None:
+        return assembler(convert)
+    return lambda rows, _, sizes: convert.batches(rows, sizes)

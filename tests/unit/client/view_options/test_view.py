@@ -1,0 +1,114 @@
+"""`View` as a value: printed, compared, pickled, and its declared rules."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+from dataclasses import fields, replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cache_client.view_options import lookups, options
+from cache_protocol.errors import ConfigError
+
+# A value for each option, and what it needs beside it.
+GOOD: dict[str, Any] = {
+    "where": "a > 1",
+    "split": {"a": 0.5},
+    "part": "a",
+    "split_by": ["k"],
+    "fold": (0, 2),
+    "except_fold": (0, 2),
+    "subset": [2, 1],
+    "weights": "w",
+    "replacement": False,
+    "per_class": "c",
+    "epoch_rows": 7,
+    "pack": "t",
+    "sequence_length": 4,
+    "cut_documents": False,
+    "pad_token": 1,
+    "pack_outputs": ["labels"],
+    "label_mask": "m",
+    "label_column": "l",
+    "group_by": "g",
+    "order_by": "o",
+    "window": (2, 1),
+    "length_buckets": "n",
+    "bucket_rows": 8,
+    "pad_lists": {"t": 0},
+    "codes": ["c"],
+    "join": {"k": lookups.Join("others")},
+}
+RULES = {each.name: each.metadata["rule"] for each in fields(options.View)}
+
+
+def with_needs(*names: str) -> dict[str, Any]:
+    """Options by name, with those that they need."""
+    given: dict[str, Any] = {}
+    wanted = list(names)
+    while wanted:
+        name = wanted.pop()
+        given[name] = GOOD[name]
+        missing = RULES[name].needs and not set(RULES[name].needs) & given.keys()
+        wanted += [RULES[name].needs[0]] if missing else []
+        wanted += ["part"] if name == "split" and "part" not in given else []
+    return given
+
+
+def excluded(given: dict[str, Any]) -> bool:
+    return any(other in given for name in given for other in RULES[name].excludes)
+
+
+def test_the_table_has_every_option() -> None:
+    assert list(GOOD) == [each.name for each in fields(options.View)]
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_an_option_is_printed_compared_and_pickled(name: str) -> None:
+    view = options.View(**with_needs(name))
+    assert f"{name}={GOOD[name]!r}" in repr(view)
+    assert eval(repr(view), {"View": options.View, "Join": lookups.Join}) == view
+    copy = pickle.loads(pickle.dumps(view))
+    assert copy == view and hash(copy) == hash(view) and copy != options.View()
+    default = next(each.default for each in fields(options.View) if each.name == name)
+    if name not in ("pack", "split", "part", "sequence_length", "group_by", "weights"):
+        assert replace(view, **{name: default}) != view
+
+
+@pytest.mark.parametrize("name", [name for name in GOOD if RULES[name].needs])
+def test_an_option_without_what_it_needs_is_refused_by_name(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} needs {' or '.join(RULES[name].needs)}, got"):
+        options.View(**{name: GOOD[name]})
+
+
+def test_two_options_are_refused_where_one_excludes_the_other() -> None:
+    for pair in itertools.combinations(GOOD, 2):
+        given = with_needs(*pair)
+        if excluded(given):
+            with pytest.raises(ConfigError, match="exclude each other"):
+                options.View(**given)
+        else:
+            options.View(**given)
+
+
+def test_none_and_a_default_stand_for_an_option_that_is_left_out() -> None:
+    plain = options.View()
+    assert options.View(**dict.fromkeys(GOOD)) == plain
+    assert (repr(plain), plain.short, plain.given()) == ("View()", "", {})
+    assert options.View(replacement=True, bucket_rows=1024) == plain
+
+
+def test_row_ids_are_compared_by_their_numbers_and_printed_in_short() -> None:
+    view = options.View(subset=np.arange(1_000_000))
+    assert view == options.View(subset=np.arange(1_000_000, dtype=np.int32))
+    assert view != options.View(subset=np.arange(1_000_000)[::-1])
+    assert repr(view) == "View(subset=[0, 1, 2, 3, 4, 5, ...])"
+    assert len(options.View(where="a > 1 AND " * 500 + "b").short) < 510
+
+
+def test_an_unknown_option_gets_the_nearest_name() -> None:
+    with pytest.raises(TypeError, match=r"View does not take wher\. wher: did you mean where\?"):
+        options.View(wher="a")  # type: ignore[call-arg]
