@@ -131,9 +131,7 @@ def test_the_password_of_the_node_goes_to_its_own_database_only(
         Address({"host": ours}).uri({})
         assert "password=own" in Address({"host": theirs}).uri({"password": "own"})
         for hosts in (theirs, f"{ours},{theirs}"):
-            with pytest.raises(
-                RequestError, match=rf"names {theirs}, .* password of its nodes"
-            ):
+            with pytest.raises(RequestError, match=rf"names {theirs}, .* password of its nodes"):
                 Address({"host": hosts}).uri({})
 
 
