@@ -22,7 +22,8 @@ from cache_server.object_stores.client import Location
 from cache_server.object_stores.connections import client_for, pass_for, refuse_foreign
 from cache_server.object_stores.hub import HubClient, hub_location
 from cache_server.object_stores.options import store_settings
-from cache_server.tables import delta
+from cache_server.tables import delta, iceberg_catalogs
+from cache_server.tables.postgres.session import Address
 from tests.checked_network import checked_network
 
 URIS = {"s3": "s3://b/k", "gs": "gs://b/k", "az": "az://c/k", "http": "http://h.example/k",
@@ -118,6 +119,29 @@ def test_the_host_of_an_account_is_an_address_too() -> None:
             pass_for(Location.of(f"abfss://c@{host}/k"), {}, {}, mixes=False)
         with pytest.raises(RequestError, match=r"the source names https://x\.evil\.example"):
             pass_for(Location.of("abfss://c@x.evil.example/k"), {}, {}, mixes=False)
+
+
+def test_the_password_of_the_node_goes_to_its_own_database_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PGPASSWORD", "NODE")
+    theirs, ours = "93.184.216.34", "93.184.216.35"
+    monkeypatch.setenv("PGHOST", ours)
+    with checked_network():
+        Address({"host": ours}).uri({})
+        assert "password=own" in Address({"host": theirs}).uri({"password": "own"})
+        for hosts in (theirs, f"{ours},{theirs}"):
+            with pytest.raises(RequestError, match=rf"names {theirs}, .* password of its nodes"):
+                Address({"host": hosts}).uri({})
+
+
+def test_a_catalogue_gets_no_signature_of_the_node() -> None:
+    options = {"catalog.uri": FOREIGN, "catalog.rest.sigv4-enabled": "true"}
+    with (
+        checked_network(),
+        pytest.raises(RequestError, match=r"sigv4-enabled' would sign with the credentials"),
+    ):
+        iceberg_catalogs.opened(iceberg_catalogs.settings_of(options, {}))
 
 
 class Listener:
