@@ -231,6 +231,15 @@ def spec(source: Path, name: str = "table", **changes: object) -> DatasetSpec:
     return DatasetSpec(name, source, target_shard_bytes=1, **changes)  # type: ignore[arg-type]
 
 
+def serving(coordinator: Coordinator, wanted: DatasetSpec, *ids: str) -> list[FakeNode]:
+    """New nodes, which have joined, and then loaded a dataset."""
+    nodes = [FakeNode(coordinator, node_id) for node_id in ids]
+    settle(*nodes)
+    coordinator.create(wanted)
+    settle(*nodes)
+    return nodes
+
+
 def settle(*nodes: FakeNode) -> None:
     """As many rounds as it takes: loads are reported, row ids told, and those reported."""
     for _ in range(5):

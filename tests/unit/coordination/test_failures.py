@@ -18,6 +18,7 @@ from tests.fake_nodes import (
     failing,
     homes,
     make_coordinator,
+    serving,
     settle,
     spec,
     state,
@@ -57,51 +58,6 @@ def test_a_failed_dataset_is_asked_of_no_node_so_that_all_remove_it(
     assert node.holds("table") == set()
 
 
-def test_asking_for_a_failed_dataset_again_is_another_attempt_that_ignores_late_reports(
-    coordinator: Coordinator, source: Path
-) -> None:
-    node = FakeNode(coordinator, "one")
-    coordinator.create(spec(source))
-    node.failing = {("table", 3): "corrupt"}
-    node.beat()
-    late = node.report()
-    node.beat()
-    assert state(coordinator) == "failed"
-
-    again = coordinator.create(spec(source))
-    coordinator.heartbeat(late)
-
-    assert again.state == pb.DATASET_STATE_LOADING
-    assert again.progress.shards_done == 0
-    assert state(coordinator) == "loading"
-    node.failing = {}
-    settle(node)
-    assert state(coordinator) == "ready"
-    assert node.loads == 2 * FILES - 1  # the seven of the first attempt, and all of the second
-
-
-def test_a_dataset_that_failed_and_was_dropped_is_loaded_again_despite_late_reports(
-    coordinator: Coordinator, source: Path
-) -> None:
-    node = FakeNode(coordinator, "one")
-    coordinator.create(spec(source))
-    node.failing = {("table", 3): "corrupt"}
-    node.beat()
-    late = node.report()
-    coordinator.heartbeat(late)
-    assert state(coordinator) == "failed"
-
-    coordinator.delete("table")
-    coordinator.create(spec(source))
-    coordinator.heartbeat(late)
-
-    assert state(coordinator) == "loading"
-    node.failing = {}
-    settle(node)
-    assert state(coordinator) == "ready"
-    assert node.loads == 2 * FILES - 1
-
-
 def test_what_a_dropped_load_had_read_is_no_progress_of_the_next_one(
     coordinator: Coordinator, source: Path
 ) -> None:
@@ -116,42 +72,6 @@ def test_what_a_dropped_load_had_read_is_no_progress_of_the_next_one(
     coordinator.delete("table")
 
     assert coordinator.create(spec(source)).progress.rows_done == 0
-
-
-def test_late_reports_of_a_dropped_load_count_for_nothing_after_a_restart_either(
-    coordinator: Coordinator, source: Path, tmp_path: Path, clock: Clock
-) -> None:
-    node = FakeNode(coordinator, "one")
-    coordinator.create(spec(source))
-    node.failing = {("table", 3): "corrupt"}
-    node.beat()
-    late = node.report()
-    coordinator.delete("table")
-
-    again = make_coordinator(tmp_path, clock)
-    again.create(spec(source))
-    again.heartbeat(late)
-
-    assert state(again) == "loading"
-
-
-def test_a_failed_and_replaced_version_is_loaded_again_despite_late_reports(
-    coordinator: Coordinator, source: Path
-) -> None:
-    node = FakeNode(coordinator, "one")
-    failed = coordinator.create(spec(source))
-    node.failing = {("table", 3): "corrupt"}
-    node.beat()
-    late = node.report()
-    node.failing = {}
-    coordinator.create(spec(source, columns=["row"]))
-    settle(node)
-
-    again = coordinator.create(spec(source))
-    coordinator.heartbeat(late)
-
-    assert again.fingerprint == failed.fingerprint
-    assert coordinator.get("table", failed.fingerprint).state == pb.DATASET_STATE_LOADING
 
 
 def test_a_load_that_fails_takes_nothing_away_from_the_version_there_was(
@@ -216,10 +136,7 @@ def test_replicas_that_differ_in_rows_fail_the_dataset(
 def test_a_replica_that_cannot_be_rebuilt_does_not_take_the_others_down(
     coordinator: Coordinator, source: Path, clock: Clock
 ) -> None:
-    nodes = [FakeNode(coordinator, name) for name in ("one", "two", "three")]
-    settle(*nodes)
-    coordinator.create(spec(source, replicas=2))
-    settle(*nodes)
+    nodes = serving(coordinator, spec(source, replicas=2), "one", "two", "three")
     *left, lost = nodes
     for node in left:
         node.failing = failing("the source is gone")
@@ -236,10 +153,7 @@ def test_a_replica_that_cannot_be_rebuilt_does_not_take_the_others_down(
 def test_a_lost_shard_that_cannot_be_rebuilt_is_a_failure_until_its_node_comes_back(
     coordinator: Coordinator, source: Path, clock: Clock
 ) -> None:
-    one, two = FakeNode(coordinator, "one"), FakeNode(coordinator, "two")
-    settle(one, two)
-    coordinator.create(spec(source))
-    settle(one, two)
+    one, two = serving(coordinator, spec(source), "one", "two")
     kept = one.holds("table")
     one.failing = failing("the source is gone")
 
@@ -256,33 +170,10 @@ def test_a_lost_shard_that_cannot_be_rebuilt_is_a_failure_until_its_node_comes_b
     assert two.loads == 0
 
 
-def test_a_new_request_for_a_dataset_that_lost_a_shard_loads_it_again(
-    coordinator: Coordinator, source: Path, clock: Clock
-) -> None:
-    one, two = FakeNode(coordinator, "one"), FakeNode(coordinator, "two")
-    settle(one, two)
-    coordinator.create(spec(source))
-    settle(one, two)
-    one.failing = failing("the share is not mounted")
-    clock.now += TIMEOUT_S + 1
-    settle(one)
-    assert state(coordinator) == "failed"
-    one.failing = {}
-
-    coordinator.create(spec(source))
-    settle(one)
-
-    assert state(coordinator) == "ready"
-    assert homes(coordinator) == [["one"]] * FILES
-
-
 def test_a_rebuilt_replica_that_fails_does_not_fail_a_dataset_known_from_before_a_restart(
     coordinator: Coordinator, source: Path, tmp_path: Path, clock: Clock
 ) -> None:
-    one, two = FakeNode(coordinator, "one"), FakeNode(coordinator, "two")
-    settle(one, two)
-    coordinator.create(spec(source, replicas=2))
-    settle(one, two)
+    one, two = serving(coordinator, spec(source, replicas=2), "one", "two")
 
     again = make_coordinator(tmp_path, clock)
     one, two = one.restart(again), two.restart(again)

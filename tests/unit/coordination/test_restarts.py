@@ -19,6 +19,7 @@ from tests.fake_nodes import (
     Clock,
     FakeNode,
     make_coordinator,
+    serving,
     settle,
     spec,
     state,
@@ -78,9 +79,7 @@ def test_a_replaced_version_that_is_read_outlives_a_restart_of_the_coordinator(
 def test_a_restarted_coordinator_knows_the_row_ids_at_once(
     coordinator: Coordinator, source: Path, tmp_path: Path, clock: Clock
 ) -> None:
-    node = FakeNode(coordinator, "one")
-    coordinator.create(spec(source, filter="label > 2"))
-    settle(node)
+    (node,) = serving(coordinator, spec(source, filter="label > 2"), "one")
     before = coordinator.get("table")
 
     again = make_coordinator(tmp_path, clock)
@@ -138,9 +137,7 @@ def test_a_load_that_failed_does_not_begin_again_by_itself_after_a_restart(
 def test_a_deleted_dataset_stays_deleted_after_a_restart(
     coordinator: Coordinator, source: Path, tmp_path: Path, clock: Clock
 ) -> None:
-    node = FakeNode(coordinator, "one")
-    coordinator.create(spec(source))
-    settle(node)
+    (node,) = serving(coordinator, spec(source), "one")
     coordinator.delete("table")
 
     again = make_coordinator(tmp_path, clock)

@@ -195,17 +195,3 @@ def test_a_view_says_what_memory_its_tables_take():
     assert weighted(np.ones(size), True, None, 0).num_bytes == 8 * size
     labels = np.zeros(size, np.int32)
     assert balanced(labels, size, views_view.Shuffle(True)).num_bytes == 4 * size + 16
-
-
-def test_what_differs_has_another_identity():
-    shuffle, weights, labels = views_view.Shuffle(True), np.ones(4), np.zeros(4, np.int64)
-    identities = [
-        sampling.EpochRowsView(views_view.PlainView(4), 3, shuffle).identity,
-        sampling.EpochRowsView(views_view.PlainView(4), 4, shuffle).identity,
-        balanced(labels, 4, shuffle, "a").identity,
-        balanced(labels, 4, shuffle, "b").identity,
-        weighted(weights, True, None, 0, "a").identity,
-        weighted(weights, False, None, 0, "a").identity,
-        weighted(weights, True, None, 0, "b").identity,
-    ]
-    assert len(set(identities)) == len(identities)

@@ -12,7 +12,16 @@ import pytest
 from cache_protocol.errors import LoadError
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.coordination.coordinator import Coordinator
-from tests.fake_nodes import Clock, FakeNode, failing, make_coordinator, settle, spec, state
+from tests.fake_nodes import (
+    Clock,
+    FakeNode,
+    failing,
+    make_coordinator,
+    serving,
+    settle,
+    spec,
+    state,
+)
 
 
 @pytest.fixture
@@ -103,10 +112,7 @@ def test_a_drop_that_cannot_be_kept_is_one_all_the_same(
 def test_attaching_while_nothing_can_be_written_changes_nothing(
     coordinator: Coordinator, source: Path, full_disk: list[str]
 ) -> None:
-    nodes = [FakeNode(coordinator, name) for name in ("one", "two")]
-    settle(*nodes)
-    coordinator.create(spec(source))
-    settle(*nodes)
+    serving(coordinator, spec(source), "one", "two")
 
     full_disk.append("table@")
     with pytest.raises(LoadError, match="No space left"):

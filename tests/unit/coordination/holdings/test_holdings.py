@@ -14,6 +14,7 @@ from tests.fake_nodes import (
     Clock,
     FakeNode,
     homes,
+    serving,
     settle,
     spec,
     state,
@@ -52,10 +53,7 @@ def test_a_dataset_that_is_created_before_any_node_joins_is_placed_when_one_does
 def test_a_shard_stays_on_its_old_node_until_its_new_home_serves_it(
     coordinator: Coordinator, source: Path
 ) -> None:
-    old = FakeNode(coordinator, "old")
-    old.beat()
-    coordinator.create(spec(source))
-    settle(old)
+    (old,) = serving(coordinator, spec(source), "old")
     assert old.holds("table") == SHARDS
     new = FakeNode(coordinator, "new")
 
@@ -99,10 +97,7 @@ def test_what_moved_from_a_lost_node_gives_its_room_back_before_the_load_is_read
 def test_a_dataset_that_is_dropped_and_loaded_again_before_any_node_reports_is_loaded(
     coordinator: Coordinator, source: Path
 ) -> None:
-    one, two = FakeNode(coordinator, "one"), FakeNode(coordinator, "two")
-    settle(one, two)
-    coordinator.create(spec(source))
-    settle(one, two)
+    one, two = serving(coordinator, spec(source), "one", "two")
 
     coordinator.delete("table")
     coordinator.create(spec(source, replicas=2))
@@ -153,10 +148,7 @@ def test_a_replica_is_copied_from_where_it_is_and_the_source_is_read_once(
 def test_a_spec_with_fewer_replicas_keeps_the_existing_ones(
     coordinator: Coordinator, source: Path
 ) -> None:
-    nodes = [FakeNode(coordinator, name) for name in ("one", "two")]
-    settle(*nodes)
-    coordinator.create(spec(source, replicas=2))
-    settle(*nodes)
+    nodes = serving(coordinator, spec(source, replicas=2), "one", "two")
 
     info = coordinator.create(spec(source))
     settle(*nodes)

@@ -9,7 +9,7 @@ import pytest
 from cache_server.coordination.claims import Claims
 from cache_server.coordination.coordinator import Coordinator
 from cache_server.coordination.members.clusters import Clusters
-from tests.fake_nodes import TIMEOUT_S, Clock, FakeNode, settle, spec, state
+from tests.fake_nodes import TIMEOUT_S, Clock, FakeNode, serving, settle, spec, state
 
 
 @pytest.fixture
@@ -22,9 +22,7 @@ def clusters(coordinator: Coordinator, clock: Clock) -> Clusters:
 def test_nodes_that_join_while_placing_is_slow_are_placed_together_and_lose_nothing_meanwhile(
     coordinator: Coordinator, clusters: Clusters, source: Path, clock: Clock
 ) -> None:
-    one = FakeNode(coordinator, "one")
-    coordinator.create(spec(source))
-    settle(one)
+    (one,) = serving(coordinator, spec(source), "one")
     held = one.holds("table")
     clusters.look().spent.took_s = 1.0
 

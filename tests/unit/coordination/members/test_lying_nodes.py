@@ -24,6 +24,7 @@ from tests.fake_nodes import (
     FakeNode,
     homes,
     make_coordinator,
+    serving,
     settle,
     spec,
     told,
@@ -53,9 +54,7 @@ def untrusted(coordinator: Coordinator) -> dict[str, str]:
 def test_a_lie_about_a_ready_version_marks_the_node_and_not_the_version(
     coordinator: Coordinator, source: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    node = FakeNode(coordinator, "one")
-    coordinator.create(spec(source))
-    settle(node)
+    (node,) = serving(coordinator, spec(source), "one")
 
     for _ in range(3):
         lie(coordinator)
@@ -91,9 +90,7 @@ def test_a_restarted_node_with_an_older_load_is_no_liar_and_drops_what_differs(
 def test_a_lie_right_after_a_restart_of_the_coordinator_fails_nothing(
     coordinator: Coordinator, source: Path, tmp_path: Path, clock: Clock
 ) -> None:
-    node = FakeNode(coordinator, "one")
-    coordinator.create(spec(source))
-    settle(node)
+    (node,) = serving(coordinator, spec(source), "one")
 
     again = make_coordinator(tmp_path, clock)
     lie(again, attempt=None)
@@ -303,10 +300,7 @@ def test_the_number_of_members_is_bounded(
 def test_a_report_that_names_a_shard_twice_is_refused_and_harms_no_other_node(
     coordinator: Coordinator, source: Path, clock: Clock
 ) -> None:
-    one, two = FakeNode(coordinator, "one"), FakeNode(coordinator, "two")
-    settle(one, two)
-    coordinator.create(spec(source))
-    settle(one, two)
+    one, two = serving(coordinator, spec(source), "one", "two")
     report = one.report()
     twice = report.datasets[0].shards[-1]
     report.datasets[0].shards.add().CopyFrom(twice)

@@ -22,6 +22,7 @@ from tests.fake_nodes import (
     FakeNode,
     homes,
     make_coordinator,
+    serving,
     settle,
     spec,
     state,
@@ -31,10 +32,7 @@ from tests.fake_nodes import (
 def test_a_node_that_is_silent_longer_than_the_timeout_is_lost_and_its_shards_move(
     coordinator: Coordinator, source: Path, clock: Clock
 ) -> None:
-    one, two = FakeNode(coordinator, "one"), FakeNode(coordinator, "two")
-    settle(one, two)
-    coordinator.create(spec(source))
-    settle(one, two)
+    one, _two = serving(coordinator, spec(source), "one", "two")
     kept = one.holds("table")
 
     clock.now += TIMEOUT_S
@@ -49,32 +47,10 @@ def test_a_node_that_is_silent_longer_than_the_timeout_is_lost_and_its_shards_mo
     assert homes(coordinator) == [["one"]] * FILES
 
 
-def test_a_lost_node_that_comes_back_takes_its_shards_again(
-    coordinator: Coordinator, source: Path, clock: Clock
-) -> None:
-    one, two = FakeNode(coordinator, "one"), FakeNode(coordinator, "two")
-    settle(one, two)
-    coordinator.create(spec(source))
-    settle(one, two)
-    before = homes(coordinator)
-    clock.now += TIMEOUT_S + 1
-    settle(one)
-    assert homes(coordinator) == [["one"]] * FILES
-
-    two = two.restart()
-    settle(two, one)
-
-    assert homes(coordinator) == before
-    assert two.loads == 0
-
-
 def test_a_restarted_coordinator_presumes_its_nodes_alive_and_moves_nothing(
     coordinator: Coordinator, source: Path, tmp_path: Path, clock: Clock
 ) -> None:
-    one, two = FakeNode(coordinator, "one"), FakeNode(coordinator, "two")
-    settle(one, two)
-    coordinator.create(spec(source))
-    settle(one, two)
+    one, two = serving(coordinator, spec(source), "one", "two")
     share = {node.id: node.holds("table") for node in (one, two)}
 
     again = make_coordinator(tmp_path, clock)
@@ -89,24 +65,6 @@ def test_a_restarted_coordinator_presumes_its_nodes_alive_and_moves_nothing(
     assert state(again) == "ready"
     assert again.get("table").num_rows == FILES * ROWS_PER_FILE
     assert one.loads == two.loads == 0
-
-
-def test_nodes_that_do_not_report_after_a_restart_are_lost_after_the_timeout(
-    coordinator: Coordinator, source: Path, tmp_path: Path, clock: Clock
-) -> None:
-    one, two = FakeNode(coordinator, "one"), FakeNode(coordinator, "two")
-    settle(one, two)
-    coordinator.create(spec(source))
-    settle(one, two)
-
-    again = make_coordinator(tmp_path, clock)
-    one = one.restart(again)
-    settle(one)
-    clock.now += TIMEOUT_S + 1
-    settle(one)
-
-    assert state(again) == "ready"
-    assert homes(again) == [["one"]] * FILES
 
 
 def test_two_nodes_of_one_id_are_told_from_one_that_moved(

@@ -21,6 +21,7 @@ from tests.fake_nodes import (
     FakeNode,
     failing,
     make_coordinator,
+    serving,
     settle,
     spec,
     state,
@@ -139,9 +140,7 @@ def test_another_load_of_the_same_rows_has_another_log(
 def test_the_shards_of_the_version_before_are_the_first_group(
     coordinator: Coordinator, source: Path
 ) -> None:
-    node = FakeNode(coordinator, "one")
-    coordinator.create(spec(source))
-    settle(node)
+    (node,) = serving(coordinator, spec(source), "one")
     pq.write_table(
         numbered_table(ROWS_PER_FILE, FILES * ROWS_PER_FILE), source / "part-900.parquet"
     )
@@ -155,9 +154,7 @@ def test_the_shards_of_the_version_before_are_the_first_group(
 def test_a_version_of_an_earlier_release_is_one_group(
     coordinator: Coordinator, source: Path, tmp_path: Path, clock: Clock
 ) -> None:
-    node = FakeNode(coordinator, "one")
-    coordinator.create(spec(source))
-    settle(node)
+    serving(coordinator, spec(source), "one")
     (path,) = tmp_path.glob("catalogue/.catalogue/*.log")
     for content in (None, "no log", '{"attempt": 99}'):
         path.unlink() if content is None else path.write_text(content)

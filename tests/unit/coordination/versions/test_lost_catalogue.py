@@ -20,6 +20,7 @@ from tests.fake_nodes import (
     FakeNode,
     failing,
     make_coordinator,
+    serving,
     settle,
     spec,
     state,
@@ -31,10 +32,7 @@ def replaced(
     tmp_path: Path, clock: Clock, coordinator: Coordinator, source: Path
 ) -> list[FakeNode]:
     """Two nodes that hold a table, and report to a new coordinator that knows nothing."""
-    nodes = [FakeNode(coordinator, name) for name in ("one", "two")]
-    settle(*nodes)
-    coordinator.create(spec(source, replicas=2))
-    settle(*nodes)
+    nodes = serving(coordinator, spec(source, replicas=2), "one", "two")
     new = make_coordinator(tmp_path / "another disk", clock)
     for node in nodes:
         node.coordinator, node.loads = new, 0
@@ -130,10 +128,7 @@ def test_what_was_loaded_at_the_second_attempt_is_found_again_too(
 def test_what_failed_under_the_lost_catalogue_does_not_fail_a_load_of_the_new_one(
     tmp_path: Path, clock: Clock, coordinator: Coordinator, source: Path
 ) -> None:
-    one, two = FakeNode(coordinator, "one"), FakeNode(coordinator, "two")
-    settle(one, two)
-    coordinator.create(spec(source))
-    settle(one, two)
+    one, _two = serving(coordinator, spec(source), "one", "two")
     one.failing = failing("the share is not mounted")
     clock.now += TIMEOUT_S + 1
     settle(one)

@@ -27,6 +27,7 @@ from tests.fake_nodes import (
     Clock,
     FakeNode,
     make_coordinator,
+    serving,
     settle,
     spec,
     state,
@@ -74,9 +75,7 @@ def test_asking_for_the_old_version_again_gives_up_the_new_one(
 
 
 def test_a_deleted_dataset_is_asked_of_no_node(coordinator: Coordinator, source: Path) -> None:
-    node = FakeNode(coordinator, "one")
-    coordinator.create(spec(source))
-    settle(node)
+    (node,) = serving(coordinator, spec(source), "one")
 
     coordinator.delete("table")
 
@@ -219,9 +218,7 @@ def test_a_spec_without_secrets_keeps_the_stored_ones(
 def test_new_secrets_replace_the_old_ones_and_none_are_missed_where_there_were_none(
     coordinator: Coordinator, source: Path
 ) -> None:
-    node = FakeNode(coordinator, "one")
-    coordinator.create(spec(source))
-    settle(node)
+    (node,) = serving(coordinator, spec(source), "one")
     coordinator.create(spec(source))
     assert not told(coordinator, node).plan.has_secrets
 
@@ -308,9 +305,7 @@ def test_a_load_that_came_out_with_the_wrong_number_of_rows_lets_go_of_its_sourc
 def test_a_coordinator_that_closes_lets_go_of_the_sources_of_its_loads(
     coordinator: Coordinator, source: Path, closed: list[str]
 ) -> None:
-    node = FakeNode(coordinator, "one")
-    coordinator.create(spec(source, name="done"))
-    settle(node)
+    serving(coordinator, spec(source, name="done"), "one")
     coordinator.create(spec(source, name="under-way"))
     assert closed == ["done"]
 
