@@ -174,7 +174,7 @@ BARRIERS = (
         "datafusion",
         tuple(
             f"cache_server/sql/{name}.py"
-            for name in ("bounded", "exactness", "loader", "queries", "session")
+            for name in ("bounded", "exactness", "loader", "local_tables", "queries", "session")
         ),
     ),
     Barrier("cache_client", "datafusion"),
@@ -184,6 +184,7 @@ BARRIERS = (
         "pyarrow.flight",
         (
             "cache_server/rpc/flight_service.py",
+            "cache_server/rpc/flight_infos.py",
             "cache_server/rpc/flight_calls.py",
             "cache_server/node/peer_files.py",
         ),
