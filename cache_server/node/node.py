@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import wait
 from dataclasses import astuple, replace
 from functools import partial
@@ -400,7 +400,7 @@ class Node:
             sealed.setdefault(shown, []).extend(shards.values())
         with self._lock:
             return tuple(
-                _status(key, sealed.get(key, ()), state)
+                VersionStatus.of(key, sealed.get(key, ()), state)
                 for key in sorted({*sealed, *self._states}, key=astuple)
                 for state in [self._states.get(key)]
                 if viewer.can_read(key.dataset, ())
@@ -589,16 +589,3 @@ class Node:
         with self._lock:
             desired = [s.desired for s in self._states.values() if not s.is_retired]
         return sum(version.estimated_bytes for version in desired)
-
-
-def _status(
-    key: VersionKey, sealed: Collection[MappedShard], state: VersionState | None
-) -> VersionStatus:
-    return VersionStatus(
-        key,
-        served=len(state.row_starts or ()) if state and state.rows else 0,
-        sealed=len(sealed),
-        loading=len(state.unfinished()) if state else 0,
-        failed=len(state.failures) if state else 0,
-        num_bytes=sum(shard.sealed.num_bytes for shard in sealed),
-    )
