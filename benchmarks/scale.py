@@ -37,7 +37,7 @@ from cache_protocol.datasets.dataset_spec import DEFAULT_TARGET_SHARD_BYTES
 from cache_protocol.storage.layout import Layout, from_matrix, pool_array
 from cache_protocol.storage.row_index import Ids
 from cache_protocol.v1 import cache_pb2 as pb
-from cache_server.rpc.flight_service import _flight_info
+from cache_server.rpc.flight_infos import flight_info
 
 SCHEMA = pa.schema([(f"f{i}", pa.float32()) for i in range(32)] + [("label", pa.int64())])
 ROW_BYTES = 32 * 4 + 8
@@ -188,7 +188,7 @@ def make_case(num_shards: int, num_nodes: int, num_windows: int) -> Case:
     info = dataset_info(num_shards, num_nodes)
     descriptor = flight.FlightDescriptor.for_path("table")
     start = time.perf_counter()
-    wire = _flight_info(descriptor, info, [], None).serialize()
+    wire = flight_info(descriptor, info, [], None).serialize()
     encode_s = time.perf_counter() - start
     start = time.perf_counter()
     shards = _shard_map(flight.FlightInfo.deserialize(wire), time.monotonic())

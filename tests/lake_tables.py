@@ -18,7 +18,7 @@ from cache_server import tables
 from cache_server.node import staging
 from cache_server.source.pinned import Pin, PinnedTable, Split
 from cache_server.sql import loader
-from cache_server.sql.loader import LocalFile
+from cache_server.sql.local_tables import LocalFile
 from cache_server.sql.quoting import identifier
 from cache_server.tables import lake
 

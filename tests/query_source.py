@@ -11,7 +11,8 @@ import pyarrow.parquet as pq
 from datafusion import SessionConfig, SessionContext
 
 from cache_server.source.pinned import PinnedTable, SourceFile, Split
-from cache_server.sql.loader import LocalFile, read_split
+from cache_server.sql.loader import read_split
+from cache_server.sql.local_tables import LocalFile
 from cache_server.sql.queries import Query, check_query
 
 SCHEMA = pa.schema(

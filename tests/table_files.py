@@ -9,7 +9,7 @@ import pyarrow as pa
 from cache_protocol.datasets.dataset_spec import DatasetSpec, TableSpec
 from cache_server.source.pinned import PinnedTable, SourceFile, Split
 from cache_server.sql import loader
-from cache_server.sql.loader import LocalFile
+from cache_server.sql.local_tables import LocalFile
 from cache_server.tables import files as sources
 
 ALL = "SELECT * FROM source"

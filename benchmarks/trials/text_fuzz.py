@@ -19,7 +19,8 @@ from pathlib import Path
 from cache_protocol.datasets.dataset_spec import DatasetSpec
 from cache_protocol.errors import LoadError, RequestError
 from cache_server.plan.pinned_version import plan_version
-from cache_server.sql.loader import LocalFile, read_split
+from cache_server.sql.loader import read_split
+from cache_server.sql.local_tables import LocalFile
 
 CASE_S = 20  # the longest time of one case
 _ROWS = [

@@ -73,8 +73,8 @@ class CacheState:
 
     def find(self, name: str, fingerprint: str = "", viewer: Viewer = EVERYTHING) -> VersionRecord:
         """The version that a caller means; the errors are those of `Readers.get`."""
-        if (found := self.versions.find(name, fingerprint, viewer)) is not None:
-            return found
+        if (version := self.versions.find(name, fingerprint, viewer)) is not None:
+            return version
         full = viewer.resolve(name)
         error = self.versions.not_found(name, fingerprint, viewer)
         if viewer.can_read(full, ()):

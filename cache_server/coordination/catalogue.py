@@ -30,7 +30,7 @@ from cache_protocol.errors import CacheError, InvalidTicketError, LoadError, fro
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.auth.principals import Viewer
 from cache_server.plan.pinned_version import PinnedVersion, split_to_proto
-from cache_server.shards import state_files, told_names
+from cache_server.shards import checked_names, state_files
 from cache_server.shards.disk import remove_file
 from cache_server.shards.version_key import VersionKey
 
@@ -79,19 +79,19 @@ class DamagedEntries(dict[VersionKey, DamagedEntry]):
         Args:
             infos: one for each dataset that has another version.
         """
-        found = {}
+        infos_by_name = {}
         for key, entry in self.items():
             if viewer.can_read(key.dataset, ()):
                 name = viewer.shown(key.dataset)
-                found[name] = pb.DatasetInfo(
+                infos_by_name[name] = pb.DatasetInfo(
                     spec=pb.DatasetSpec(name=name),
                     fingerprint=key.fingerprint,
                     state=pb.DATASET_STATE_FAILED,
                     schema=pa.schema([]).serialize().to_pybytes(),
                     error=to_proto(entry.error(name)),
                 )
-        found |= {info.spec.name: info for info in infos}
-        return [found[name] for name in sorted(found)]
+        infos_by_name |= {info.spec.name: info for info in infos}
+        return [infos_by_name[name] for name in sorted(infos_by_name)]
 
 
 def key_of_entry(name: str) -> VersionKey | None:
@@ -99,7 +99,7 @@ def key_of_entry(name: str) -> VersionKey | None:
     folder, _, fingerprint = name.removesuffix(".json").rpartition("@")
     key = VersionKey.of_folder(folder, fingerprint)
     try:
-        return told_names.version_key(key.dataset, key.fingerprint)
+        return checked_names.version_key(key.dataset, key.fingerprint)
     except InvalidTicketError:
         return None
 
@@ -270,8 +270,8 @@ class Catalogue:
             if not path.exists():
                 aside.rename(path)
         paths = self._entries.glob("*.json")
-        found = map(self._read, sorted(paths, key=lambda path: path.lstat().st_mtime_ns))
-        entries = (entry for entry in found if entry is not None)
+        read = map(self._read, sorted(paths, key=lambda path: path.lstat().st_mtime_ns))
+        entries = (entry for entry in read if entry is not None)
         return sorted(entries, key=lambda entry: entry.created)
 
     def _read(self, path: Path) -> CatalogueEntry | None:
@@ -384,9 +384,9 @@ def _read_value(path: Path, name: str, decode: Callable[[Any], _T], empty: _T) -
     try:
         content, has_checksum = state_files.read(path)
         if has_checksum or isinstance(content, dict):
-            (found,) = content
-            if found != name:
-                raise ValueError(f"it has {found!r} in place of {name!r}")
+            (key,) = content
+            if key != name:
+                raise ValueError(f"it has {key!r} in place of {name!r}")
             content = content[name]
         return decode(content)
     except (OSError, *_WRONG) as error:
@@ -446,13 +446,13 @@ def _read_log(path: Path, attempt: int) -> CatalogueLog | None:
         content, _ = state_files.read(path)
         rows = [[_sealed_from_json(*shard) for shard in group] for group in content["groups"]]
         groups = tuple(tuple(index for index, _ in group) for group in rows)
-        found = CatalogueLog(
+        log = CatalogueLog(
             str(content["id"]), int(content["attempt"]), groups, dict(chain.from_iterable(rows))
         )
     except (OSError, *_WRONG) as error:
         state_files.set_aside(path, error)
         return None
-    return found if found.attempt == attempt else None
+    return log if log.attempt == attempt else None
 
 
 def _sealed_from_json(

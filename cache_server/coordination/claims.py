@@ -140,10 +140,10 @@ class Claims:
             None if none was due.
         """
         with self._state.changed:
-            if (found := self._next_check()) is None:
+            if (check := self._next_check()) is None:
                 self._state.changed.wait(wait_s)
-                found = self._next_check()
-            return found
+                check = self._next_check()
+            return check
 
     def _next_check(self) -> ShardCheck | None:
         return self._state.checks.next(self._state.membership.alive(), self._state.clock())

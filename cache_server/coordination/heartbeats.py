@@ -106,7 +106,7 @@ class Heartbeats:
         self._claims.distrust_liar(node_id)
 
     def _wanted(self, member: Member, *, with_schemas: bool) -> pb.HeartbeatResponse:
-        """What a node should hold, and keep until the next answer."""
+        """What a node should hold, and what else it keeps."""
         state, node_id = self._state, member.node.id
         wanted = pb.HeartbeatResponse(
             room_may_come=not state.membership.is_stable(),

@@ -22,7 +22,7 @@ from cache_server.node.desired import (
 )
 from cache_server.node.reconcile import ActualVersion
 from cache_server.plan.pinned_version import split_from_proto, table_from_proto
-from cache_server.shards import told_names
+from cache_server.shards import checked_names
 from cache_server.shards.version_key import VersionKey
 
 SealedShards = Mapping[VersionKey, Mapping[int, MappedShard]]
@@ -162,7 +162,7 @@ class DesiredDecoder:
             return self._state
         known, decoded = self._known, {}
         for message in response.datasets:
-            key = told_names.version_key(message.plan.dataset, message.plan.fingerprint)
+            key = checked_names.version_key(message.plan.dataset, message.plan.fingerprint)
             try:
                 decoded[key] = message, _decode_again(message, known.get(key))
             except (ValueError, pa.ArrowException) as error:
@@ -181,7 +181,7 @@ class DesiredDecoder:
         self._state = DesiredState(
             {key: version for key, (_, version) in decoded.items()},
             frozenset(
-                told_names.version_key(kept.dataset, kept.fingerprint) for kept in response.kept
+                checked_names.version_key(kept.dataset, kept.fingerprint) for kept in response.kept
             ),
             response.room_may_come,
             {write_id: write for write_id, (_, write) in self._writes.items()},
@@ -191,7 +191,7 @@ class DesiredDecoder:
 
 
 def _decode_write(message: pb.OpenWrite) -> OpenWrite:
-    key = told_names.version_key(message.dataset, message.write_id)
+    key = checked_names.version_key(message.dataset, message.write_id)
     return OpenWrite(
         key.fingerprint,
         key.dataset,
@@ -243,29 +243,31 @@ def _decode_version(message: pb.DesiredDataset, plan: LoadPlan) -> DesiredVersio
         rows_fixed=message.rows_fixed,
         num_rows=message.num_rows,
         run_whole=message.run_whole,
-        missing=frozenset(map(told_names.shard_index, message.missing)),
+        missing=frozenset(map(checked_names.shard_index, message.missing)),
         num_shards=(
-            told_names.shard_index(message.num_shards) if message.HasField("num_shards") else None
+            checked_names.shard_index(message.num_shards)
+            if message.HasField("num_shards")
+            else None
         ),
     )
 
 
 def _decode_shard(shard: pb.DesiredShard, key: VersionKey) -> DesiredShard:
-    index = told_names.shard_index(shard.index)
+    index = checked_names.shard_index(shard.index)
     splits = tuple(split_from_proto(split) for split in shard.splits)
     same_as = None
     if shard.HasField("same_as"):
         same_as = SameShard(
-            told_names.version_key(key.dataset, shard.same_as.fingerprint),
-            told_names.shard_index(shard.same_as.index),
+            checked_names.version_key(key.dataset, shard.same_as.fingerprint),
+            checked_names.shard_index(shard.same_as.index),
         )
     copy = None
     if shard.copy_from or same_as is not None:
         copy = ShardCopy(
-            tuple(map(told_names.location, shard.copy_from or shard.same_as.copy_from)),
+            tuple(map(checked_names.location, shard.copy_from or shard.same_as.copy_from)),
             shard.num_rows,
             shard.num_bytes,
-            told_names.token(shard.checksum, "checksum"),
+            checked_names.token(shard.checksum, "checksum"),
             dict(shard.nulls),
             same_as,
         )

@@ -12,8 +12,8 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import wait
 from dataclasses import astuple, replace
 from functools import partial
 from typing import Protocol
@@ -35,17 +35,16 @@ from cache_protocol.wire.channels import pause_s, rest_s
 from cache_protocol.wire.credentials import NO_CREDENTIALS, Credentials
 from cache_server.auth.principals import ANYONE, EVERYTHING, Principal, Viewer
 from cache_server.egress.allowed_sources import AllowedSources
-from cache_server.node import loading
 from cache_server.node.desired import DesiredState, DesiredVersion
 from cache_server.node.heartbeat_log import HeartbeatLog
 from cache_server.node.heartbeat_messages import (
     DesiredDecoder,
     ReportEncoder,
     SealedShards,
-    encode_secrets,
 )
 from cache_server.node.load_memory import LoadMemory
-from cache_server.node.loading import CancelledError, Job, SpooledTables
+from cache_server.node.load_threads import LoadThreads
+from cache_server.node.loading import SpooledTables
 from cache_server.node.puts import PutMessage, Puts
 from cache_server.node.reader_reports import ReaderReports
 from cache_server.node.reconcile import (
@@ -67,11 +66,10 @@ from cache_server.node.row_values import RowValues
 from cache_server.node.status import VersionStatus
 from cache_server.node.version_state import Load, VersionState
 from cache_server.node.write_schemas import WriteSchemas
-from cache_server.secrets import error_text
 from cache_server.shards.checksums import PieceDigests
 from cache_server.shards.put_key import PutKey
 from cache_server.shards.resident_rows import ResidentRows
-from cache_server.shards.store import NoRoomError, ShardStore
+from cache_server.shards.store import ShardStore
 from cache_server.shards.version_key import VersionKey
 from cache_server.sql.sql_process import MACHINE_BYTES
 
@@ -142,22 +140,28 @@ class Node:
     ) -> None:
         self._store = store
         self._link = link
-        self._sources = sources
         self.description = description
         self._on_ready = on_ready
-        self._credentials = credentials
         self._lock = threading.Lock()
         self._states: dict[VersionKey, VersionState] = {}
-        self._running: set[Job] = set()  # those that have a thread; others wait for one
         self._reports = ReaderReports(self._require_seen)
         self._joined = threading.Event()
         self._is_ready = False
-        self._retry_no_room = False
         self._encoder, self._decoder = ReportEncoder(), DesiredDecoder()
         self._wake = threading.Event()
         self._stop = threading.Event()
-        self._pool = ThreadPoolExecutor(load_threads, thread_name_prefix="load")
         self._memory = LoadMemory(container_bytes, self._desired_bytes)
+        self._threads = LoadThreads(
+            load_threads,
+            store,
+            self._memory,
+            credentials,
+            sources,
+            description.id,
+            self._lock,
+            self._stop,
+            self.wake,
+        )
         self.row_values = RowValues(
             store.free_bytes,
             expression_memory(container_bytes or MACHINE_BYTES, load_threads),
@@ -186,7 +190,7 @@ class Node:
         with self._beats:
             self._beats.notify_all()
         with self._lock:
-            self._pool.shutdown(wait=False, cancel_futures=True)
+            self._threads.stop()
             for load in self._loads():
                 load.job.cancelled.set()
 
@@ -396,7 +400,7 @@ class Node:
             sealed.setdefault(shown, []).extend(shards.values())
         with self._lock:
             return tuple(
-                _status(key, sealed.get(key, ()), state)
+                VersionStatus.of(key, sealed.get(key, ()), state)
                 for key in sorted({*sealed, *self._states}, key=astuple)
                 for state in [self._states.get(key)]
                 if viewer.can_read(key.dataset, ())
@@ -415,7 +419,7 @@ class Node:
     def is_loading(self) -> bool:
         """Whether a load, a copy or a put is running."""
         with self._lock:
-            return bool(self._running) or self._puts.are_running
+            return self._threads.are_running or self._puts.are_running
 
     # -- the loop ------------------------------------------------------------------------------
 
@@ -511,7 +515,7 @@ class Node:
         for action in result.actions:
             self._act(action, sealed)
         with self._lock:
-            self._retry_no_room = desired.retry_no_room
+            self._threads.retry_no_room = desired.retry_no_room
             self._joined.set()
             becomes_ready = result.is_ready and not self._is_ready
             self._is_ready |= result.is_ready
@@ -549,16 +553,10 @@ class Node:
             case CloseTables(key):
                 self._states[key].tables.close()
             case StartLoads(key, shards):
-                state, query_bytes = self._states[key], self._memory.query_bytes
                 for shard in shards:
-                    job = Job(state.desired.plan, shard, notes=state.notes, query_bytes=query_bytes)
-                    self._start(state, job)
+                    self._threads.start(self._states[key], shard)
             case StartWholeQuery(key, missing):
-                state, query_bytes = self._states[key], self._memory.query_bytes
-                job = Job(
-                    state.desired.plan, missing=missing, notes=state.notes, query_bytes=query_bytes
-                )
-                self._start(state, job)
+                self._threads.start(self._states[key], missing=missing)
 
     def _update(self, desired: DesiredVersion) -> None:
         key = desired.plan.key
@@ -587,116 +585,7 @@ class Node:
         with self._lock:
             self._states[key].rows, self._states[key].row_starts = rows, row_starts
 
-    def _start(self, state: VersionState, job: Job) -> None:
-        try:
-            future = self._pool.submit(self._run_job, state, job)
-        except RuntimeError:
-            if self._stop.is_set():
-                return
-            raise
-        with self._lock:
-            state.loads[job.index] = Load(future, job)
-            if self._stop.is_set():  # `stop` may have missed this job
-                job.cancelled.set()
-
     def _desired_bytes(self) -> int:
         with self._lock:
             desired = [s.desired for s in self._states.values() if not s.is_retired]
         return sum(version.estimated_bytes for version in desired)
-
-    # -- in the load threads -------------------------------------------------------------------
-
-    def _run_job(self, state: VersionState, job: Job) -> None:
-        """Runs a job to its end. The next heartbeat reports a failure."""
-        with self._lock:
-            self._running.add(job)
-            running = list(self._running)
-        self._wake.set()  # if this process ends now, the coordinator knows by which load
-        waits = False
-        try:
-            if not job.cancelled.is_set():
-                self._load(state, job)
-        except CancelledError:
-            return
-        except NodeUnavailableError as error:
-            logger.warning("copy failed dataset=%s %s %s", job.key.dataset, job, error)
-            self._stop.wait(_RETRY_S)
-        except CacheError as error:
-            frees_room = any(other.cancelled.is_set() for other in running)
-            waits = isinstance(error, NoRoomError) and (frees_room or self._retry_no_room)
-            if waits:
-                self._wait_for_room(state, job, error, frees_room=frees_room)
-            else:
-                logger.error("load failed dataset=%s %s %s", job.key.dataset, job, error)
-                self._fail(state, job, str(error))
-        except error_text.EXITS:
-            raise
-        except BaseException as error:
-            secrets = encode_secrets(job.plan.secrets)
-            reason, trace = error_text.reason(error, secrets), error_text.trace(error, secrets)
-            logger.error("load failed dataset=%s %s\n%s", job.key.dataset, job, trace)
-            self._fail(state, job, f"cannot load {job}: {reason}")
-        finally:
-            with self._lock:
-                self._running.discard(job)
-                if not waits:
-                    state.waits.pop(job.index, None)
-            self._wake.set()
-
-    def _load(self, state: VersionState, job: Job) -> None:
-        if job.shard is not None and job.shard.copy:
-            try:
-                loading.copy_shard(self._store, job, self._credentials)
-                return
-            except NodeUnavailableError as error:
-                if not job.splits:
-                    raise
-                logger.warning("read again dataset=%s %s", job.key.dataset, error)
-        if job.plan.is_written:
-            loading.move_put(self._store, job)
-            return
-        splits = (*job.splits, *job.whole_splits)
-        self._sources.check_splits(job.plan.tables, splits, job.plan.secrets)
-        num_files = len({split.file.path for split in splits})
-        with self._lock:  # before the shard is sealed: a report has both or none
-            state.files_read += num_files
-        try:
-            if job.shard is None:
-                num_shards = self._memory.run(job, lambda: loading.run_whole(self._store, job))
-                with self._lock:
-                    state.num_shards = num_shards
-            else:
-                self._memory.run(job, lambda: loading.load_shard(self._store, job, state.tables))
-        except BaseException:
-            with self._lock:
-                state.files_read -= num_files
-            raise
-
-    def _wait_for_room(
-        self, state: VersionState, job: Job, error: CacheError, *, frees_room: bool
-    ) -> None:
-        """Pauses before the load is tried again; logs the reason once."""
-        until = "a cancelled load has ended" if frees_room else "a lost node may be back"
-        reason = f"{job} waits on node {self.description.id} until {until}: {error}"
-        with self._lock:
-            known, state.waits[job.index] = state.waits.get(job.index), reason
-        if known is None:
-            logger.warning("load waits dataset=%s %s", job.key.dataset, reason)
-        self._stop.wait(_RETRY_S)
-
-    def _fail(self, state: VersionState, job: Job, reason: str) -> None:
-        with self._lock:
-            state.fail(job.index, f"{reason} (on node {self.description.id})")
-
-
-def _status(
-    key: VersionKey, sealed: Collection[MappedShard], state: VersionState | None
-) -> VersionStatus:
-    return VersionStatus(
-        key,
-        served=len(state.row_starts or ()) if state and state.rows else 0,
-        sealed=len(sealed),
-        loading=len(state.unfinished()) if state else 0,
-        failed=len(state.failures) if state else 0,
-        num_bytes=sum(shard.sealed.num_bytes for shard in sealed),
-    )

@@ -180,13 +180,13 @@ class Puts:
         return result
 
     def _open_write(self, write_id: str) -> OpenWrite:
-        found = self._writes.get(write_id)
-        if found is None:  # begun after the last heartbeat
+        write = self._writes.get(write_id)
+        if write is None:  # begun after the last heartbeat
             self._beat()
-            found = self._writes.get(write_id)
-        if found is None or found.committed:
+            write = self._writes.get(write_id)
+        if write is None or write.committed:
             raise _not_open(write_id)
-        return found
+        return write
 
     def _require_kept(self, write: OpenWrite) -> None:
         if write.write_id not in self._writes:

@@ -197,15 +197,15 @@ class RowValues:
         numbers = None
         while numbers is None:
             with self._lock:
-                found = self._kept.get(name)
-                mine = found is None
-                if found is None:
-                    found = self._kept[name] = _Kept(caller.principal)
-                self._names[found.owner][name] = None
-                self._names[found.owner].move_to_end(name)
+                kept = self._kept.get(name)
+                mine = kept is None
+                if kept is None:
+                    kept = self._kept[name] = _Kept(caller.principal)
+                self._names[kept.owner][name] = None
+                self._names[kept.owner].move_to_end(name)
             if mine:
-                self._select(name, found, where, rows, first, last, caller)
-            numbers = self._waited_for(found, caller)
+                self._select(name, kept, where, rows, first, last, caller)
+            numbers = self._waited_for(kept, caller)
         if (first, last) == (start, stop):
             return numbers
         bounds = np.searchsorted(numbers, [start - first, stop - first])
@@ -328,7 +328,7 @@ def _waited_in_vain() -> NotReadyError:
 
 
 def _bounded(pieces: Iterator[pa.Array]) -> list[pa.Array]:
-    found, num_bytes = [], 0
+    within, num_bytes = [], 0
     for piece in pieces:
         num_bytes += piece.nbytes
         if num_bytes > MAX_VALUE_BYTES:
@@ -336,8 +336,8 @@ def _bounded(pieces: Iterator[pa.Array]) -> list[pa.Array]:
                 f"the values of one answer take more than {size(MAX_VALUE_BYTES)}: ask for fewer "
                 "rows at once"
             )
-        found.append(piece)
-    return found
+        within.append(piece)
+    return within
 
 
 def _joined(pieces: list[RowNumbers]) -> RowNumbers:

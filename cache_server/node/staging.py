@@ -24,7 +24,7 @@ from cache_protocol.errors import LoadError
 from cache_server import object_stores, tables
 from cache_server.source import byte_ranges
 from cache_server.source.pinned import PinnedTable, Split
-from cache_server.sql.loader import LocalFile
+from cache_server.sql.local_tables import LocalFile
 from cache_server.tables import arrow_reader, files, parquet
 
 # Staged at once for one shard: enough to hide the latency of an object store.

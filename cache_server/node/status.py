@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
+from cache_protocol.storage.shard_files import MappedShard
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.node.traffic import Counts
+from cache_server.node.version_state import VersionState
 from cache_server.shards.version_key import VersionKey
 
 
@@ -27,6 +30,20 @@ class VersionStatus:
     loading: int
     failed: int
     num_bytes: int
+
+    @classmethod
+    def of(
+        cls, key: VersionKey, sealed: Collection[MappedShard], state: VersionState | None
+    ) -> VersionStatus:
+        """The status of a version that is stored, or has a state, or both."""
+        return cls(
+            key,
+            served=len(state.row_starts or ()) if state and state.rows else 0,
+            sealed=len(sealed),
+            loading=len(state.unfinished()) if state else 0,
+            failed=len(state.failures) if state else 0,
+            num_bytes=sum(shard.sealed.num_bytes for shard in sealed),
+        )
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ from cache_protocol.errors import RequestError
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.plan.pinned_version import PinnedVersion
 from cache_server.plan.shard_plan import ShardPlan, with_contents
+from cache_server.shards.checked_names import MAX_SHARDS
 from cache_server.shards.packing import storage_schema, storage_type, with_large_offsets
 from cache_server.shards.put_key import PutKey
-from cache_server.shards.told_names import MAX_SHARDS
 from cache_server.shards.version_key import VersionKey
 from cache_server.source.pinned import WRITTEN, PinnedTable, SourceFile, Split
 

@@ -22,7 +22,7 @@ from cache_protocol.errors import NodeUnavailableError, NotReadyError
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.wire.channels import open_channel
 from cache_protocol.wire.credentials import NO_CREDENTIALS, TLS_SCHEME, Credentials
-from cache_server.shards import told_names
+from cache_server.shards import checked_names
 
 _TIMEOUT_S = 2.0
 _AT_ONCE, _AT_ONCE_OF_PEER = 4, 2  # of 8 threads for heartbeats
@@ -61,7 +61,7 @@ class Callbacks:
             NotReadyError: too many nodes are asked now; the node will try again.
         """
         location = node.control_location
-        told_names.address(location)
+        checked_names.address(location)
         with self._slot(peer.rpartition(":")[0]):
             reason = self._reason_against(location, member_service(node))
             host = "" if reason else _network(location)

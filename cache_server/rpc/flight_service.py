@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from itertools import chain
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -28,13 +26,12 @@ from cache_protocol.errors import (
     RequestError,
     require_ready,
 )
-from cache_protocol.storage.layout import Layout, schema_from_bytes
-from cache_protocol.storage.row_index import ROWS_OF_A_SHARD, RowRuns
-from cache_protocol.storage.shard_files import Selection, shard_file_name
+from cache_protocol.storage.row_index import RowRuns
+from cache_protocol.storage.shard_files import Selection
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.wire.credentials import Credentials
 from cache_server.auth.authenticator import Authenticator
-from cache_server.auth.principals import EVERYTHING, Role, Viewer
+from cache_server.auth.principals import Role, Viewer
 from cache_server.auth.verbs import SHARD_FILE
 from cache_server.node.node import Node
 from cache_server.node.puts import PutMessage
@@ -46,6 +43,7 @@ from cache_server.rpc.flight_calls import (
     UnformattedError,
     flight_error,
 )
+from cache_server.rpc.flight_infos import flight_info, layout_of, sealed_info
 from cache_server.rpc.flight_messages import header_size, padding
 from cache_server.rpc.stream_limits import SlowReaders, StreamLimits, calls_of_principal
 from cache_server.secrets import error_text
@@ -128,8 +126,8 @@ class FlightService(flight.FlightServerBase):
             viewer = call.principal.viewer
             request, info, part = self._resolve(descriptor, viewer)
             if request.HasField("known_groups"):
-                return _sealed_info(descriptor, info, request, viewer)
-            return _flight_info(descriptor, require_ready(info), request.columns, part, viewer)
+                return sealed_info(descriptor, info, request, viewer)
+            return flight_info(descriptor, require_ready(info), request.columns, part, viewer)
 
     def get_schema(
         self, context: flight.ServerCallContext, descriptor: flight.FlightDescriptor
@@ -138,7 +136,7 @@ class FlightService(flight.FlightServerBase):
         try:
             with self._call(context) as call:
                 request, info, _ = self._resolve(descriptor, call.principal.viewer)
-                return flight.SchemaResult(_layout(info).select(request.columns).logical)
+                return flight.SchemaResult(layout_of(info).select(request.columns).logical)
         except flight.FlightError as error:
             reason = f"{type(error).__name__}: {error}"
         raise UnformattedError(reason)
@@ -151,7 +149,7 @@ class FlightService(flight.FlightServerBase):
             viewer = call.principal.viewer
             prefix = criteria.decode("utf-8", "replace")
             infos = [
-                _flight_info(
+                flight_info(
                     flight.FlightDescriptor.for_path(info.spec.name), info, [], None, viewer
                 )
                 for info in self._ready_node().datasets(viewer)
@@ -517,145 +515,8 @@ def _bad_row_ids(found: str) -> InvalidRowsError:
     return InvalidRowsError(f"row ids must be one int64 column 'row' without nulls, got {found}")
 
 
-def _layout(info: pb.DatasetInfo) -> Layout:
-    return Layout(schema_from_bytes(info.schema))
-
-
 def _file_chunk(chunk: pa.Buffer) -> pa.RecordBatch:
     """A batch with one chunk of a file."""
     offsets = pa.py_buffer(np.array([0, len(chunk)], np.int64))
     values = pa.LargeBinaryArray.from_buffers(pa.large_binary(), 1, [None, offsets, chunk])
     return pa.RecordBatch.from_arrays([values], schema=_FILE_SCHEMA)
-
-
-def _flight_info(
-    descriptor: flight.FlightDescriptor,
-    info: pb.DatasetInfo,
-    columns: Sequence[str],
-    part: tuple[int, int] | None,
-    viewer: Viewer = EVERYTHING,
-) -> flight.FlightInfo:
-    layout = _layout(info).select(columns)
-    start, stop = 0, info.num_rows
-    if part is not None:
-        index, total = part
-        start, stop = info.num_rows * index // total, info.num_rows * (index + 1) // total
-    return flight.FlightInfo(
-        layout.logical,
-        descriptor,
-        list(_endpoints(info, columns, start, stop, viewer, alone=part is not None)),
-        stop - start,
-        _total_bytes(info, layout, stop - start),
-        ordered=True,
-        app_metadata=pb.ReadPlan(
-            dataset=info.spec.name, fingerprint=info.fingerprint, lease_s=info.lease_s
-        ).SerializeToString(),
-    )
-
-
-def _sealed_info(
-    descriptor: flight.FlightDescriptor,
-    info: pb.DatasetInfo,
-    request: pb.ReadRequest,
-    viewer: Viewer,
-) -> flight.FlightInfo:
-    """One endpoint for each shard of the log that has rows, which are numbered by shard.
-
-    Raises:
-        LoadError: the load failed.
-        NotReadyError: the log has no more groups yet, or no node has one of its shards now.
-        RequestError: the coordinator keeps no log.
-    """
-    if info.state == pb.DATASET_STATE_FAILED:
-        require_ready(info)
-    if not info.HasField("log"):
-        raise RequestError("the coordinator is of a release without logs of loads: update it")
-    logged: list[tuple[int, int]] = []
-    has_more = len(info.log.groups) > request.known_groups or info.log.closed
-    if has_more:  # readers that wait ask often
-        pairs = (zip(each.shards, each.num_rows, strict=True) for each in info.log.groups)
-        logged = sorted(pair for pair in chain.from_iterable(pairs) if pair[1])
-    lost = [index for index, _ in logged if not info.shards[index].node_ids]
-    if lost or not has_more:
-        progress = info.progress
-        waits = f"no node has shard {lost[0]} now" if lost else "no more rows can be read yet"
-        raise NotReadyError(
-            f"dataset {info.spec.name!r} is loading, and {waits}: {progress.shards_done} of "
-            f"{progress.shards_total} shards, {progress.rows_done} rows so far"
-        )
-    sealed = pb.DatasetInfo(spec=info.spec, fingerprint=info.fingerprint, nodes=info.nodes)
-    for index, num_rows in logged:
-        shard = sealed.shards.add()
-        shard.CopyFrom(info.shards[index])
-        shard.rows.start = index * ROWS_OF_A_SHARD
-        shard.rows.stop = shard.rows.start + num_rows
-    columns, last = request.columns, 2**63 - 1
-    return flight.FlightInfo(
-        _layout(info).select(columns).logical,
-        descriptor,
-        list(_endpoints(sealed, columns, 0, last, viewer, alone=False)),
-        sum(shard.rows.stop - shard.rows.start for shard in sealed.shards),
-        -1,
-        app_metadata=pb.ReadPlan(
-            dataset=info.spec.name,
-            fingerprint=info.fingerprint,
-            lease_s=info.lease_s,
-            log=info.log,
-        ).SerializeToString(),
-    )
-
-
-def _endpoints(
-    info: pb.DatasetInfo,
-    columns: Sequence[str],
-    start: int,
-    stop: int,
-    viewer: Viewer,
-    *,
-    alone: bool,
-) -> Iterator[flight.FlightEndpoint]:
-    """One endpoint for each shard with some of the rows ``[start, stop)``.
-
-    Args:
-        viewer: who asks; the folder of the dataset has its full name.
-        alone: only one location each. Clients that request a part, as those of the Kubeflow data
-            cache, read every location of an endpoint. Others choose one of the nodes or files.
-    """
-    folder = VersionKey(viewer.resolve(info.spec.name), info.fingerprint).folder
-    locations = {node.id: node.flight_location for node in info.nodes}
-    directories = {
-        node.id: Path(node.cache_dir, folder, info.fingerprint).as_uri() for node in info.nodes
-    }
-    for shard in info.shards:
-        first, last = max(start, shard.rows.start), min(stop, shard.rows.stop)
-        if first >= last:
-            continue
-        rows = pb.RowRange(start=first, stop=last)
-        ticket = pb.ReadTicket(
-            dataset=info.spec.name, fingerprint=info.fingerprint, rows=rows, columns=columns
-        )
-        uris = [locations[node_id] for node_id in shard.node_ids]
-        if alone:
-            del uris[1:]
-        else:
-            file = shard_file_name(shard.index)
-            uris += [f"{directories[node_id]}/{file}" for node_id in shard.node_ids]
-        placement = pb.ShardPlacement(
-            index=shard.index,
-            rows=rows,
-            num_bytes=shard.num_bytes,
-            checksum=shard.checksum,
-            node_ids=shard.node_ids[: 1 if alone else None],
-        )
-        yield flight.FlightEndpoint(
-            ticket.SerializeToString(), uris, None, placement.SerializeToString()
-        )
-
-
-def _total_bytes(info: pb.DatasetInfo, layout: Layout, num_rows: int) -> int:
-    """Bytes of the shard files, or of selected columns; -1 if their size varies."""
-    if num_rows == info.num_rows and layout.logical.equals(_layout(info).logical):
-        return info.num_bytes
-    if num_rows and any(column.kind == "plain" for column in layout.columns):
-        return -1
-    return num_rows * layout.fixed_row_bytes

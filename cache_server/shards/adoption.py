@@ -17,7 +17,7 @@ from cache_protocol.storage.shard_files import (
     read_manifest,
     shard_file_name,
 )
-from cache_server.shards import manifest, told_names
+from cache_server.shards import checked_names, manifest
 from cache_server.shards.checksums import file_digests
 from cache_server.shards.disk import NOT_THE_FILES_FAULT, remove_empty, remove_file, temporary_of
 from cache_server.shards.version_key import VersionKey
@@ -46,7 +46,7 @@ def adopt_all(cache_dir: Path, threads: int) -> dict[VersionKey, dict[int, Mappe
                 continue
             try:
                 key = VersionKey.of_folder(directory.parent.name, directory.name)
-                told_names.version_key(key.dataset, key.fingerprint)
+                checked_names.version_key(key.dataset, key.fingerprint)
             except InvalidTicketError:
                 continue  # no store made this folder
             adopted = _adopt(directory, _listed(directory / MANIFEST), pool)

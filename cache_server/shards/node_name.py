@@ -14,7 +14,7 @@ from pathlib import Path
 
 from cache_protocol.errors import ConfigError, InvalidTicketError
 from cache_protocol.storage.shard_files import NODE_ID_FILE
-from cache_server.shards import state_files, told_names
+from cache_server.shards import checked_names, state_files
 from cache_server.shards.disk import remove_file, replace_file
 
 
@@ -47,7 +47,7 @@ def _known(path: Path) -> str | None:
         raise OSError(errno.EISDIR, os.strerror(errno.EISDIR))
     data = path.read_bytes()
     try:
-        node_id = told_names.token(data.decode().strip(), "id of a node")
+        node_id = checked_names.token(data.decode().strip(), "id of a node")
         written = checksum.read_bytes().decode() if checksum.exists() else _checksum(node_id)
         if written != _checksum(node_id):
             raise ValueError("its bytes have changed since it was written: the checksum differs")

@@ -42,7 +42,7 @@ from cache_protocol.storage.shard_files import (
     checksum_of,
     shard_file_name,
 )
-from cache_server.shards import adoption, manifest, node_name, told_names
+from cache_server.shards import adoption, checked_names, manifest, node_name
 from cache_server.shards.checksums import PieceDigests, file_digests
 from cache_server.shards.disk import fsync, remove, remove_empty, remove_file
 from cache_server.shards.draft import ShardDraft, shard_writer
@@ -457,7 +457,7 @@ class ShardStore:
         Raises:
             InvalidTicketError: it is not a valid name.
         """
-        told_names.version_key(key.dataset, key.fingerprint)
+        checked_names.version_key(key.dataset, key.fingerprint)
         return self.cache_dir / key.folder / key.fingerprint
 
     def _create(self, path: Path) -> None:

@@ -16,20 +16,14 @@ from __future__ import annotations
 import re
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
 from datafusion import (
-    CsvReadOptions,
     DataFrame,
-    ExecutionPlan,
     RuntimeEnvBuilder,
     SessionContext,
-    col,
-    lit,
-    udf,
 )
 
 from cache_protocol.cli.output import size
@@ -37,7 +31,6 @@ from cache_protocol.datasets.dataset_spec import TABLE
 from cache_protocol.errors import LoadError
 from cache_server.source.pinned import (
     GIVEN,
-    UNDER_NULLS,
     PinnedTable,
     Split,
     check_schema,
@@ -52,7 +45,6 @@ from cache_server.sql.formats.batch_rows import (
     MOST_BATCH_ROWS,
     arrow_row_bytes,
     batch_rows,
-    csv_row_bytes,
 )
 from cache_server.sql.formats.csv_quotes import check_quotes, find_problem
 from cache_server.sql.formats.csv_sample import read_sample
@@ -67,7 +59,19 @@ from cache_server.sql.formats.first_bytes import FIRST_BYTES, objection
 from cache_server.sql.formats.parquet_bounds import skips_wrongly
 from cache_server.sql.formats.text_values import MisfitError, read_column, remedy, wider_type
 from cache_server.sql.formats.trailing_data import batches_of, check_end, open_arrow
-from cache_server.sql.plain_columns import is_nested, plain_column, plain_schema, plain_type
+from cache_server.sql.local_tables import (
+    FILE,
+    LocalFile,
+    reads_nothing,
+    register_file,
+    register_table,
+    register_view,
+    rows_of_batch,
+    select_read,
+    stored_and_read,
+    stored_columns,
+)
+from cache_server.sql.plain_columns import plain_column, plain_schema
 from cache_server.sql.quoting import identifier
 from cache_server.sql.selection import selection_of
 from cache_server.sql.session import (
@@ -84,38 +88,12 @@ from cache_server.sql.session import (
 )
 from cache_server.sql.sql_process import ANY, Limits
 
-_FILE = "__file"  # a file whose table has further or other columns
-
 _MOST_NOTED = 4 * 1024 * 1024  # characters of a CSV's sample whose quotes are checked
 
 _OF_A_VALUE = re.compile(  # DataFusion cannot read a value of CSV
     r"Error (while parsing value '(?P<number>.*)' as type '\w+' for|parsing) column (?P<index>\d+) "
     r"at line (?P<row>\d+)[.:](.*Error parsing timestamp from '(?P<time>.*)':)?"
 )
-
-
-@dataclass(frozen=True)
-class LocalFile:
-    """Rows of a table in a file of this machine.
-
-    Attributes:
-        path, format: what to read.
-        split: which part of the file, and its name for messages.
-        is_staged: an Arrow stream of the rows of the split, with only the columns that are read.
-        row_bytes: decoded bytes of a row of the columns that are read; 0: unknown.
-        absent: values of columns that a file of a lake table lacks, the same for all rows.
-    """
-
-    path: Path
-    format: str
-    split: Split
-    is_staged: bool = False
-    row_bytes: int = 0
-    absent: Mapping[str, pa.Scalar] | None = None
-
-    def constants_of(self, table: PinnedTable) -> dict[str, pa.Scalar]:
-        """The columns of a table that are not in the file, each with one value for all rows."""
-        return {} if self.is_staged else {**table.partition_of(self.split), **(self.absent or {})}
 
 
 def infer_schema(
@@ -211,7 +189,7 @@ def read_split(
         if folds_to_nothing(frame):
             return  # no row can pass the filter
         plan = frame.execution_plan()
-        if _reads_nothing(plan):
+        if reads_nothing(plan):
             raise LoadError(f"cannot load {split}: the file is gone")
         if plan.partition_count == parts:
             if file.format == "csv":
@@ -229,7 +207,7 @@ def read_split(
         reraise_exit(error)
         reason = reason_of(error)
         if file.format == "csv":
-            reason = _csv_reason(reason, _stored(table, table.partition_of(split)))
+            reason = _csv_reason(reason, stored_columns(table, table.partition_of(split)))
         raise LoadError(f"cannot load {split}: {reason}") from None
     raise LoadError(
         f"cannot load {split}: DataFusion cut the file into {plan.partition_count} parts "
@@ -326,7 +304,7 @@ def run_whole(
         mode, runtime = mode_of(sql, schemas), _bounded(memory_bytes, tables)
         context = open_session(1, rows, mode=mode, runtime=runtime)
         for name, path in tables.items():
-            _register(context, name, path, "arrow", None)
+            register_file(context, name, path, "arrow", None)
         frame = context.sql_with_options(sql, read_only())
         check_values(context, frame)
         for batch in frame.execute_stream():
@@ -379,7 +357,7 @@ def count_kept(sql: str, table: str, rows: pa.RecordBatch) -> int:
 
 def _schema_of(path: Path, format: str) -> pa.Schema:
     context = open_session(1)
-    _register(context, TABLE, path, format, None)
+    register_file(context, TABLE, path, format, None)
     return context.table(TABLE).schema()
 
 
@@ -417,27 +395,15 @@ def _noted(lines: Iterable[str], read: list[str]) -> Iterator[str]:
         yield line
 
 
-def _batch_rows(file: LocalFile) -> int:
-    """Rows of a batch, by the columns that are read and those that are kept."""
-    split, row_bytes = file.split, file.row_bytes
-    if file.format == "csv":
-        row_bytes = csv_row_bytes(file.path)
-    elif file.format == "arrow":
-        row_bytes = arrow_row_bytes(file.path)
-    if split.num_rows:
-        row_bytes = max(row_bytes, split.estimated_bytes // split.num_rows)
-    return batch_rows(row_bytes) if row_bytes else DEFAULT_BATCH_ROWS
-
-
 def _planned(
     file: LocalFile, sql: str, table: PinnedTable, parts: int
 ) -> tuple[SessionContext, DataFrame]:
     """A planned query over a split, and its session; see `parquet_bounds`."""
     for skips in (True, False):
         context = open_session(
-            parts, _batch_rows(file), mode=mode_of(sql, {table.name: table.schema})
+            parts, rows_of_batch(file), mode=mode_of(sql, {table.name: table.schema})
         )
-        _register_table(context, file, table, sql, skips=skips)
+        register_table(context, file, table, sql, skips=skips)
         frame = frame_of(context, sql, table.read_schema.names)
         if file.format != "parquet" or not has_node(frame.logical_plan(), "Filter"):
             break
@@ -445,27 +411,6 @@ def _planned(
         if not skips_wrongly(plan, file.path, table.read_schema):
             break
     return context, frame
-
-
-def _register_table(
-    context: SessionContext, file: LocalFile, table: PinnedTable, sql: str, *, skips: bool
-) -> None:
-    """Registers a split of ``table``, with the columns in its path and plain columns."""
-    constants = file.constants_of(table)
-    altered = {
-        field.name
-        for field in table.read_schema
-        if (is_nested(field.type) if file.is_staged else UNDER_NULLS in (field.metadata or {}))
-        and field.name not in constants
-    }
-    name = _FILE if constants or altered else table.name
-    schema = None if file.is_staged else _stored(table, constants)
-    if file.format == "parquet" and selection_of(sql) is not None:  # read by name
-        read = _stored_and_read(file, table)
-        schema = read if read.names else schema
-    _register(context, name, file.path, file.format, schema, skips=skips, escape=table.escape)
-    if constants or altered:
-        _register_view(context, table, constants, altered)
 
 
 def _rows_in_memory(
@@ -519,7 +464,7 @@ def _json_rows(file: LocalFile, table: PinnedTable) -> Iterator[pa.RecordBatch]:
     yield from json_rows.read(
         file.path,
         file.split,
-        _stored_and_read(file, table),
+        stored_and_read(file, table),
         is_every_key=table.columns is None,
     )
 
@@ -531,38 +476,23 @@ def _arrow_rows(file: LocalFile, table: PinnedTable) -> Iterator[pa.RecordBatch]
     """
     check_first_bytes(file.path, file.format)
     check_end(file.path, file.split)
-    num_rows = _batch_rows(file)
+    num_rows = rows_of_batch(file)
     with pa.memory_map(str(file.path)) as source:
-        reader = open_arrow(source, _stored_and_read(file, table).names)
+        reader = open_arrow(source, stored_and_read(file, table).names)
         for batch in batches_of(reader):
             batch.validate(full=True)
             for start in range(0, batch.num_rows, num_rows):
                 yield batch.slice(start, num_rows)
 
 
-def _selected(file: LocalFile, table: PinnedTable, schema: pa.Schema) -> DataFrame:
-    """The stored columns that the query reads, of all rows.
-
-    Args:
-        schema: of the file.
-    """
-    context = open_session(1, _batch_rows(file))
-    _register(context, _FILE, file.path, file.format, schema, escape=table.escape)
-    names = _stored_and_read(file, table).names
-    frame = context.sql(f"SELECT {', '.join(map(identifier, names))} FROM {_FILE}")
-    if _reads_nothing(frame.execution_plan()):
-        raise FileNotFoundError
-    return frame
-
-
 def _csv_rows(
     file: LocalFile, table: PinnedTable, note: Callable[[str], None]
 ) -> Iterator[pa.RecordBatch]:
     """The rows of a CSV, of the columns that the query reads, with the types of the spec."""
-    read, converted = _stored_and_read(file, table), _converted(table)
-    stored = _stored(table, table.partition_of(file.split))
+    read, converted = stored_and_read(file, table), _converted(table)
+    stored = stored_columns(table, table.partition_of(file.split))
     as_text = [f.with_type(pa.string()) if f.name in converted else f for f in stored]
-    frame = _selected(file, table, pa.schema(as_text))
+    frame = select_read(file, table, pa.schema(as_text))
     _check_csv(file, table, note)
     num_rows = 0
     for batch in frame.execute_stream():
@@ -592,16 +522,11 @@ def _converted(table: PinnedTable) -> set[str]:
     }
 
 
-def _stored_and_read(file: LocalFile, table: PinnedTable) -> pa.Schema:
-    constants = file.constants_of(table)
-    return pa.schema([field for field in table.read_schema if field.name not in constants])
-
-
 def _check_csv(file: LocalFile, table: PinnedTable, note: Callable[[str], None]) -> None:
     """Refuses a CSV whose rows or values DataFusion would change; notes leading zeros."""
     check_first_bytes(file.path, file.format)
     check_quotes(file.path, file.split, table.escape)
-    stored = _stored(table, table.partition_of(file.split))
+    stored = stored_columns(table, table.partition_of(file.split))
     texts = times_as_texts(stored)
     if may_have_zeros(file.path):
         texts = numbers_as_texts(texts)
@@ -614,8 +539,8 @@ def _check_csv(file: LocalFile, table: PinnedTable, note: Callable[[str], None])
     if not names:
         return
     context = open_session(1)
-    _register(context, _FILE, file.path, file.format, texts, escape=table.escape)
-    frame = context.sql(f"SELECT {', '.join(map(identifier, names))} FROM {_FILE}")
+    register_file(context, FILE, file.path, file.format, texts, escape=table.escape)
+    frame = context.sql(f"SELECT {', '.join(map(identifier, names))} FROM {FILE}")
     numbers = {name for name in names if is_number(stored.field(name).type)}
     times = [name for name in names if name not in numbers]
     for batch in frame.execute_stream():
@@ -645,40 +570,11 @@ def _csv_reason(reason: str, stored: pa.Schema) -> str:
     )
 
 
-def _register_view(
-    context: SessionContext,
-    table: PinnedTable,
-    constants: Mapping[str, pa.Scalar],
-    altered: Collection[str] = (),
-) -> None:
-    """Registers ``table`` as the file with further columns.
-
-    Args:
-        constants: columns with one value for all rows.
-        altered: columns that become a `plain_column`.
-    """
-    frame = context.table(_FILE)
-    for name, value in constants.items():
-        frame = frame.with_column(name, lit(value))
-    if altered:  # it would read fields below the function, and then mixes up column names
-        context.sql("SET datafusion.optimizer.enable_leaf_expression_pushdown = false").collect()
-    for name in altered:
-        dtype = frame.schema().field(name).type
-        to_plain = partial(plain_column, dtype=plain_type(dtype))
-        plain = udf(to_plain, [dtype], plain_type(dtype), "immutable", name="plain")
-        frame = frame.with_column(name, plain(col(identifier(name))))
-    context.register_view(table.name, frame)
-
-
-def _stored(table: PinnedTable, constants: Mapping[str, pa.Scalar]) -> pa.Schema:
-    return pa.schema([field for field in table.schema if field.name not in constants])
-
-
 def _may_keep(constants: Mapping[str, pa.Scalar], sql: str, table: PinnedTable) -> bool:
     context = open_session(1, mode=mode_of(sql, {table.name: table.schema}))
-    empty = no_rows(_stored(table, constants))
-    context.register_record_batches(_FILE, [[empty]])
-    _register_view(context, table, constants)
+    empty = no_rows(stored_columns(table, constants))
+    context.register_record_batches(FILE, [[empty]])
+    register_view(context, table, constants)
     try:
         return not folds_to_nothing(frame_of(context, sql, table.read_schema.names))
     except Exception:  # DataFusion raises bare Exception; reading the split will report it
@@ -700,47 +596,3 @@ def _joined(
             waiting, rows, size = [], 0, 0
     if waiting:
         yield pa.concat_batches(waiting)
-
-
-def _register(
-    context: SessionContext,
-    name: str,
-    path: Path,
-    format: str,
-    schema: pa.Schema | None,
-    *,
-    skips: bool = True,
-    escape: str = "",
-) -> None:
-    """Registers a file, or a folder of files, as a table.
-
-    Args:
-        skips: parts of Parquet that cannot pass a filter, by statistics.
-        escape: of CSV.
-    """
-    # DataFusion reads a path with a bracket or a star as a glob, and a URI as one file.
-    uri, suffix = path.absolute().as_uri(), path.suffix
-    if path.is_dir():
-        uri, suffix = f"{uri}/", f".{format}"
-    if format == "parquet":
-        if not skips:
-            context.sql("SET datafusion.execution.parquet.enable_page_index = false").collect()
-        context.register_parquet(
-            name, uri, parquet_pruning=skips, schema=schema, file_extension=suffix
-        )
-    elif format == "arrow":
-        context.register_arrow(name, uri, schema=schema, file_extension=suffix)
-    elif format == "csv":
-        options = CsvReadOptions(schema=schema, file_extension=suffix, escape=escape or None)
-        context.register_csv(name, uri, options=options)
-    elif format == "json":
-        context.register_json(name, uri, schema=schema, file_extension=suffix)
-    else:
-        raise LoadError(f"no reader for format {format!r}")
-
-
-def _reads_nothing(plan: ExecutionPlan) -> bool:
-    """Whether DataFusion found no file; with a given schema it reports no error."""
-    while children := plan.children():
-        plan = children[0]
-    return plan.display().startswith("EmptyExec")

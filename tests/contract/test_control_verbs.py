@@ -28,6 +28,7 @@ from cache_protocol.errors import (
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.v1.cache_pb2_grpc import CoordinatorStub
 from cache_server import LocalCluster
+from cache_server.coordination import loads
 from cache_server.coordination.catalogue import Catalogue
 from cache_server.coordination.coordinator import Coordinator
 from cache_server.node.coordinator_link import RemoteCoordinator
@@ -489,7 +490,7 @@ def test_a_caller_that_waits_long_for_a_plan_may_send_many_keepalive_pings(
 ) -> None:
     monkeypatch.setattr(control_service, "_MIN_PING_INTERVAL_MS", 10)
     over = threading.Event()
-    monkeypatch.setattr(Coordinator, "create", lambda *_, **__: over.wait(TIMEOUT_S))
+    monkeypatch.setattr(loads.Loads, "create", lambda *_, **__: over.wait(TIMEOUT_S))
     often = {"keepalive_time_ms": 100, "http2.max_pings_without_data": 0}
     with lonely_coordinator(tmp_path, **often) as stub:
         try:
@@ -514,8 +515,8 @@ def test_datasets_that_are_planned_for_long_hold_up_no_heartbeat(
         listed.wait(TIMEOUT_S)
         raise LoadError("no such file")
 
-    monkeypatch.setattr(Coordinator, "create", plan)
-    monkeypatch.setattr(Coordinator, "plan", plan)
+    monkeypatch.setattr(loads.Loads, "create", plan)
+    monkeypatch.setattr(loads.Loads, "plan", plan)
     kind = getattr(pb, f"{verb}Request")
     coordinator = lonely_coordinator(tmp_path)
     with coordinator as stub:

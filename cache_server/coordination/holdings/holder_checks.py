@@ -105,7 +105,7 @@ class _Node:
 
     Attributes:
         assigned: the loads from the source that it was asked to do and has not proven.
-        hopeless: the shards that no read can prove.
+        unprovable: the shards that no read can prove.
         pending: to be read, the oldest first.
         proven: likewise, by the time of the last read.
         revisions: version -> a number that changes with what is proven of it.
@@ -116,7 +116,7 @@ class _Node:
     holder: Holder
     assigned: dict[VersionKey, set[int | None]] = field(default_factory=dict)
     claims: dict[VersionKey, dict[int, _State]] = field(default_factory=dict)
-    hopeless: dict[VersionKey, set[int]] = field(default_factory=dict)
+    unprovable: dict[VersionKey, set[int]] = field(default_factory=dict)
     pending: dict[_File, None] = field(default_factory=dict)
     proven: dict[_File, None] = field(default_factory=dict)
     revisions: dict[VersionKey, int] = field(default_factory=dict)
@@ -194,7 +194,7 @@ class HolderChecks:
             elif now_said.is_known or self.is_assigned(key, node_id, index):
                 self._queue(node, key, index)
             else:
-                node.hopeless.setdefault(key, set()).add(index)
+                node.unprovable.setdefault(key, set()).add(index)
 
     def holders(self, key: VersionKey) -> Mapping[int, Set[str]]:
         """The nodes whose claims to hold a shard of a version count."""
@@ -221,10 +221,10 @@ class HolderChecks:
             return False
         return bool(state.unread or node.lies[key, index])
 
-    def hopeless(self, key: VersionKey, node_id: str) -> Set[int]:
+    def unprovable(self, key: VersionKey, node_id: str) -> Set[int]:
         """The shards that a node holds and no read can prove: they have other checksums."""
         node = self._nodes.get(node_id)
-        return frozenset() if node is None else node.hopeless.get(key, frozenset())
+        return frozenset() if node is None else node.unprovable.get(key, frozenset())
 
     def next(self, alive: Set[str], now: float) -> ShardCheck | None:
         """The next file to read; its outcome must follow. None: nothing is due.
@@ -233,14 +233,14 @@ class HolderChecks:
         last.
         """
         idle = (node for node in self._of(self._waiting) if self._may_read(node, alive, now))
-        found: tuple[_Node, _File] | None = None
+        fallback: tuple[_Node, _File] | None = None
         for node in islice(idle, _SEEN_AT_ONCE):
             for key, index in islice(node.pending, _SEEN_AT_ONCE):
                 if self._holders[key].get(index, set()).isdisjoint(alive):
                     return self._begin(node, (key, index), is_first=True)
-            found = found or (node, next(iter(node.pending)))
-        if found is not None:
-            return self._begin(*found, is_first=True)
+            fallback = fallback or (node, next(iter(node.pending)))
+        if fallback is not None:
+            return self._begin(*fallback, is_first=True)
         if now < self._look_at:
             return None
         old = [
@@ -327,7 +327,7 @@ class HolderChecks:
     def _take_out(self, node: _Node, key: VersionKey, index: int) -> None:
         """Takes a claim out of all queues."""
         file, node_id = (key, index), node.holder.node_id
-        node.hopeless.get(key, set()).discard(index)
+        node.unprovable.get(key, set()).discard(index)
         if file in node.pending:
             del node.pending[file]
             if not node.pending:
@@ -348,7 +348,7 @@ class HolderChecks:
         for node in self._nodes.values():
             for index in list(node.claims.get(key, ())):
                 self._forget(node, key, index)
-            for by_version in (node.assigned, node.claims, node.hopeless, node.revisions):
+            for by_version in (node.assigned, node.claims, node.unprovable, node.revisions):
                 by_version.pop(key, None)
             for file in [file for file in node.lies if file[0] == key]:
                 del node.lies[file]

@@ -146,7 +146,7 @@ class Holdings:
         version = self.version
         if not version.pinned.is_written or version.state is State.SERVED:
             return {}
-        found: dict[int, set[str]] = {}
+        put_on: dict[int, set[str]] = {}
         dataset = version.pinned.key.dataset
         known: dict[VersionKey, dict[int, int]] = {}
         for plan in version.pinned.shards or ():
@@ -160,13 +160,13 @@ class Holdings:
                 for shard in actual[key].shards:
                     index = known[key].get(shard.index)
                     if index is not None and shard.checksum == version.sealed[index].checksum:
-                        found.setdefault(index, set()).add(node_id)
-        return found
+                        put_on.setdefault(index, set()).add(node_id)
+        return put_on
 
     def _rows_on(self, index: int) -> Set[str]:
         """The live nodes with the rows of a shard of a written version, under any name."""
-        found = {*self.holders(serving=False).get(index, ()), *self._put_on.get(index, ())}
-        return found | self._same_on(index, proven=False)
+        holders = {*self.holders(serving=False).get(index, ()), *self._put_on.get(index, ())}
+        return holders | self._same_on(index, proven=False)
 
     @cached_property
     def _given_up(self) -> Mapping[int | None, list[str]]:
@@ -357,7 +357,7 @@ class Holdings:
         reported = self.last_report(node_id).shards
         mine = {each.index for each in reported if node_id in sealed_on.get(each.index, ())}
         wrong = {shard.index for shard in reported if self._contradicts(shard)}
-        odd = self._checks.hopeless(pinned.key, node_id)
+        odd = self._checks.unprovable(pinned.key, node_id)
         put = self._put_on
         if pinned.shards is None and version.num_shards is None:
             mine = set()  # from an interrupted run
@@ -401,8 +401,8 @@ class Holdings:
 
     def _sources(self, index: int, node_id: str) -> Set[str]:
         """The other nodes to copy a shard from: those that hold it, else those that say so."""
-        if found := self._holders.holding.get(index, set()) - {node_id}:
-            return found
+        if proven := self._holders.holding.get(index, set()) - {node_id}:
+            return proven
         key, others = self.version.pinned.key, self._holders.saying.get(index, set()) - {node_id}
         return {other for other in others if not self._checks.is_doubtful(key, index, other)}
 

@@ -14,7 +14,7 @@ from cache_protocol.errors import ConfigError, InvalidTicketError, PermissionDen
 from cache_protocol.storage.shard_files import NODE_ID_FILE
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.coordination.catalogue import Catalogue
-from cache_server.shards import told_names
+from cache_server.shards import checked_names
 from cache_server.shards.version_key import VersionKey
 
 logger = logging.getLogger(__name__)
@@ -354,15 +354,15 @@ def _checked_keys(request: pb.HeartbeatRequest) -> list[VersionKey]:
             f"a heartbeat has at most {MAX_HEARTBEAT_BYTES} bytes, got {num_bytes}"
         )
     node = request.node
-    told_names.token(node.id, "node id")
+    checked_names.token(node.id, "node id")
     if node.flight_location:
-        told_names.location(node.flight_location)
+        checked_names.location(node.flight_location)
     if node.control_location:
-        told_names.address(node.control_location)
+        checked_names.address(node.control_location)
     if node.cache_dir and not PurePath(node.cache_dir).is_absolute():
         raise InvalidTicketError(f"not an absolute cache_dir: {node.cache_dir[:200]!r}")
     return [
-        told_names.version_key(actual.dataset, actual.fingerprint) for actual in request.datasets
+        checked_names.version_key(actual.dataset, actual.fingerprint) for actual in request.datasets
     ]
 
 
@@ -373,16 +373,16 @@ def _check_shards(request: pb.HeartbeatRequest) -> None:
         InvalidTicketError: quotes the bad value.
     """
     for actual in request.datasets:
-        told_names.shard_index(actual.num_shards)
+        checked_names.shard_index(actual.num_shards)
         times = Counter(shard.index for shard in actual.shards if shard.sealed)
         if twice := [index for index, count in times.items() if count > 1]:
             raise InvalidTicketError(
                 f"a report names shard {twice[0]} of {actual.dataset!r} as sealed more than once"
             )
         for shard in actual.shards:
-            told_names.shard_index(shard.index)
+            checked_names.shard_index(shard.index)
             if shard.sealed:
-                told_names.token(shard.checksum, "checksum")
+                checked_names.token(shard.checksum, "checksum")
 
 
 def _changed(before: Member, now: Member) -> Set[VersionKey]:
@@ -406,8 +406,8 @@ def _running(member: Member) -> dict[VersionKey, frozenset[int]]:
     running = {key: loads for key, loads in member.running.items() if key not in member.changed}
     for key in member.changed & member.actual.keys():
         shards = member.actual[key].shards
-        if found := frozenset(shard.index for shard in shards if shard.running):
-            running[key] = found
+        if indices := frozenset(shard.index for shard in shards if shard.running):
+            running[key] = indices
     return running
 
 

@@ -122,8 +122,8 @@ class Orphans:
             NotReadyError: there may be such an orphan.
         """
         wanted = VersionKey(name, fingerprint)
-        found = self.find(name)
-        lost = wanted in found if fingerprint else bool(found)
+        orphans = self.find(name)
+        lost = wanted in orphans if fingerprint else bool(orphans)
         # A caller that names a version has read it; its nodes may not have reported yet.
         known = any(key.dataset == name for key in self._versions)
         read = fingerprint and not known and self._is_new() and wanted not in self._dropped

@@ -139,13 +139,13 @@ class Versions(dict[VersionKey, VersionRecord]):
 
     def of_write(self, write_id: str) -> VersionRecord | None:
         """The version that a write became, or a later one that has its rows."""
-        found = (
+        made = (
             version
             for version in self.values()
             if write_id_of(version.pinned.spec) == write_id
             or (version.pinned.is_written and write_id in write_ids(version.pinned))
         )
-        return max(found, key=_rank, default=None)
+        return max(made, key=_rank, default=None)
 
     def readable(self, dataset: str, given: pb.Secrets, owner: str) -> list[VersionRecord]:
         """The versions whose shards a new one of this owner may share, the newest first."""

@@ -76,8 +76,8 @@ class ReloadedFile(Generic[_T]):
         return self._value
 
     def _look(self) -> object:
-        found = self._path.stat()
-        return found.st_mtime_ns, found.st_size, found.st_ino
+        status = self._path.stat()
+        return status.st_mtime_ns, status.st_size, status.st_ino
 
     def _read(self) -> _T:
         return self._parse(self._path.read_text(encoding="utf-8"))
@@ -202,9 +202,9 @@ def find_token(location: str) -> str | None:
     if path is None or not _is_private(path.parent):
         return None
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        os.kill(found["pid"], 0)  # a killed process leaves its file, and its port may be reused
-        return str(found["token"])
+        published = json.loads(path.read_text(encoding="utf-8"))
+        os.kill(published["pid"], 0)  # a killed process leaves its file, and its port may be reused
+        return str(published["token"])
     except (OSError, ValueError, LookupError, TypeError):
         return None
 
@@ -217,13 +217,15 @@ def _directory() -> Path:
 
 
 def _file(location: str) -> Path | None:
-    found = _LOOPBACK.fullmatch(location)
-    return _directory() / found[1] if found else None
+    matched = _LOOPBACK.fullmatch(location)
+    return _directory() / matched[1] if matched else None
 
 
 def _is_private(directory: Path) -> bool:
     try:
-        found = directory.lstat()
+        status = directory.lstat()
     except OSError:
         return False
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
+    return (
+        stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
+    )

@@ -32,15 +32,14 @@ from cache_protocol.wire.credentials import Credentials
 from cache_server.coordination.catalogue import Catalogue
 from cache_server.coordination.coordinator import Coordinator
 from cache_server.coordination.members import membership
-from cache_server.node import loading, version_state
-from cache_server.node import node as node_module
+from cache_server.node import load_threads, loading, version_state
 from cache_server.node.desired import DesiredShard
 from cache_server.node.node import Node
 from cache_server.plan.pinned_version import split_from_proto
 from cache_server.shards.store import ShardStore
 from cache_server.shards.version_key import VersionKey
 from cache_server.sql import loader
-from cache_server.sql.loader import LocalFile
+from cache_server.sql.local_tables import LocalFile
 from tests.conftest import numbered_table, write_numbered
 from tests.waiting import wait_until
 
@@ -416,7 +415,7 @@ def test_a_load_waits_for_room_that_may_come_and_says_once_why(
     caplog: pytest.LogCaptureFixture,
     query: dict[str, str],
 ) -> None:
-    monkeypatch.setattr(node_module, "_RETRY_S", 0.01)
+    monkeypatch.setattr(load_threads, "_RETRY_S", 0.01)
     harness = Harness(tmp_path, memory_limit_bytes=13_000)
     with harness.store, harness.node:
         harness.node.start()

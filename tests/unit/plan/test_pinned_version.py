@@ -25,7 +25,7 @@ from cache_server.plan.pinned_version import plan_version as plan_with_pins
 from cache_server.shards.packing import ShardBuilder, storage_schema
 from cache_server.source.pinned import SourceFile, Split
 from cache_server.sql import loader
-from cache_server.sql.loader import LocalFile
+from cache_server.sql.local_tables import LocalFile
 
 
 def table_of(num_rows: int) -> pa.Table:

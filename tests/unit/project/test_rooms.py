@@ -68,7 +68,7 @@ PURE_MODULES = (
     "cache_server/node/reconcile.py",
     "cache_server/plan/shard_plan.py",
     "cache_server/shards/sql_types.py",
-    "cache_server/shards/told_names.py",
+    "cache_server/shards/checked_names.py",
     "cache_server/shards/put_key.py",
     "cache_server/shards/version_key.py",
     "cache_server/source/byte_ranges.py",
@@ -175,7 +175,7 @@ BARRIERS = (
         "datafusion",
         tuple(
             f"cache_server/sql/{name}.py"
-            for name in ("bounded", "exactness", "loader", "queries", "session")
+            for name in ("bounded", "exactness", "loader", "local_tables", "queries", "session")
         ),
     ),
     Barrier("cache_client", "datafusion"),
@@ -185,6 +185,7 @@ BARRIERS = (
         "pyarrow.flight",
         (
             "cache_server/rpc/flight_service.py",
+            "cache_server/rpc/flight_infos.py",
             "cache_server/rpc/flight_calls.py",
             "cache_server/node/peer_files.py",
         ),

@@ -60,7 +60,7 @@ def test_what_a_node_was_asked_to_load_is_asked_once(checks: holder_checks.Holde
     assert checks.is_assigned(KEY, "c", 7) and checks.is_assigned(KEY, "c", None)
     checks.apply_report(KEY, "a", said(1), 0.0, believed={1})
     checks.apply_report(KEY, "a", {1: holder_checks.Said(10, "another", is_known=False)}, 0.0)
-    assert checks.hopeless(KEY, "a") == {1} and checks.next(NODES, 0.0) is None
+    assert checks.unprovable(KEY, "a") == {1} and checks.next(NODES, 0.0) is None
 
 
 @pytest.mark.parametrize("drops", [False, True])
@@ -209,7 +209,7 @@ def test_a_checksum_that_the_version_does_not_have_cannot_be_proven(
 ) -> None:
     checks.apply_report(KEY, "a", said(1, is_known=False), 0.0)
     assert checks.next(NODES, 0.0) is None and not proven(checks, "a")
-    assert checks.hopeless(KEY, "a") == {1}  # it must be dropped
+    assert checks.unprovable(KEY, "a") == {1}  # it must be dropped
     checks.forget(KEY)
     assert not checks.is_doubtful(KEY, 1, "a")
 

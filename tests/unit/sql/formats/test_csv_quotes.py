@@ -18,7 +18,8 @@ from cache_protocol.errors import ConfigError, LoadError
 from cache_server.plan.pinned_version import plan_version
 from cache_server.source.pinned import PinnedTable, SourceFile, Split
 from cache_server.sql.formats import csv_quotes
-from cache_server.sql.loader import LocalFile, infer_schema, read_split
+from cache_server.sql.loader import infer_schema, read_split
+from cache_server.sql.local_tables import LocalFile
 from tests.table_files import read
 
 FIRST = "k,text\n" + '0,"a ""b"" c"\n' * 1500  # more than what the columns are found by

@@ -19,7 +19,7 @@ from cache_server.plan.pinned_version import plan_version
 from cache_server.source.pinned import PinnedTable
 from cache_server.sql import loader
 from cache_server.sql.formats import json_lines, json_rows, json_types
-from cache_server.sql.loader import LocalFile
+from cache_server.sql.local_tables import LocalFile
 from cache_server.tables import files
 from tests.table_files import find, table_spec
 

@@ -1,0 +1,182 @@
+"""Runs the loads of a node in threads, and says what becomes of each."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from cache_protocol.errors import CacheError, NodeUnavailableError
+from cache_protocol.wire.credentials import Credentials
+from cache_server.egress.allowed_sources import AllowedSources
+from cache_server.node import loading
+from cache_server.node.desired import DesiredShard
+from cache_server.node.heartbeat_messages import encode_secrets
+from cache_server.node.load_memory import LoadMemory
+from cache_server.node.loading import CancelledError, Job
+from cache_server.node.version_state import Load, VersionState
+from cache_server.secrets import error_text
+from cache_server.shards.store import NoRoomError, ShardStore
+
+logger = logging.getLogger(__name__)
+
+_RETRY_S = 0.5  # after a failure
+
+
+class LoadThreads:
+    """The threads that load shards, run whole queries, copy and move files. Thread-safe.
+
+    Args:
+        num_threads: shards loaded at once.
+        store: takes the shards.
+        memory: says which loads fit beside each other.
+        credentials: of this node, for copies from other nodes.
+        sources: that it may read.
+        node_id: of this node, for messages.
+        lock: of the states of the versions.
+        stopped: ends pauses; set before `stop`.
+        wake: called when there is something to report.
+
+    Attributes:
+        retry_no_room: a load without room waits for a lost node. Changed inside the lock.
+    """
+
+    def __init__(
+        self,
+        num_threads: int,
+        store: ShardStore,
+        memory: LoadMemory,
+        credentials: Credentials,
+        sources: AllowedSources,
+        node_id: str,
+        lock: threading.Lock,
+        stopped: threading.Event,
+        wake: Callable[[], None],
+    ) -> None:
+        self._store = store
+        self._memory = memory
+        self._credentials = credentials
+        self._sources = sources
+        self._node_id = node_id
+        self._lock = lock
+        self._stopped = stopped
+        self._wake = wake
+        self._running: set[Job] = set()  # those that have a thread; others wait for one
+        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="load")
+        self.retry_no_room = False
+
+    def stop(self) -> None:
+        """Starts no job any more; inside the lock."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    @property
+    def are_running(self) -> bool:
+        """Whether a job has a thread; inside the lock."""
+        return bool(self._running)
+
+    def start(
+        self,
+        state: VersionState,
+        shard: DesiredShard | None = None,
+        missing: frozenset[int] = frozenset(),
+    ) -> None:
+        """Begins a job when a thread is free; after `stop`, nothing happens.
+
+        Args:
+            shard, missing: see `Job`.
+        """
+        plan, query_bytes = state.desired.plan, self._memory.query_bytes
+        job = Job(plan, shard, missing, query_bytes, notes=state.notes)
+        try:
+            future = self._pool.submit(self._run_job, state, job)
+        except RuntimeError:
+            if self._stopped.is_set():
+                return
+            raise
+        with self._lock:
+            state.loads[job.index] = Load(future, job)
+            if self._stopped.is_set():  # `stop` may have missed this job
+                job.cancelled.set()
+
+    def _run_job(self, state: VersionState, job: Job) -> None:
+        """Runs a job to its end. The next heartbeat reports a failure."""
+        with self._lock:
+            self._running.add(job)
+            running = list(self._running)
+        self._wake()  # if this process ends now, the coordinator knows by which load
+        waits = False
+        try:
+            if not job.cancelled.is_set():
+                self._load(state, job)
+        except CancelledError:
+            return
+        except NodeUnavailableError as error:
+            logger.warning("copy failed dataset=%s %s %s", job.key.dataset, job, error)
+            self._stopped.wait(_RETRY_S)
+        except CacheError as error:
+            frees_room = any(other.cancelled.is_set() for other in running)
+            waits = isinstance(error, NoRoomError) and (frees_room or self.retry_no_room)
+            if waits:
+                self._wait_for_room(state, job, error, frees_room=frees_room)
+            else:
+                logger.error("load failed dataset=%s %s %s", job.key.dataset, job, error)
+                self._fail(state, job, str(error))
+        except error_text.EXITS:
+            raise
+        except BaseException as error:
+            secrets = encode_secrets(job.plan.secrets)
+            reason, trace = error_text.reason(error, secrets), error_text.trace(error, secrets)
+            logger.error("load failed dataset=%s %s\n%s", job.key.dataset, job, trace)
+            self._fail(state, job, f"cannot load {job}: {reason}")
+        finally:
+            with self._lock:
+                self._running.discard(job)
+                if not waits:
+                    state.waits.pop(job.index, None)
+            self._wake()
+
+    def _load(self, state: VersionState, job: Job) -> None:
+        if job.shard is not None and job.shard.copy:
+            try:
+                loading.copy_shard(self._store, job, self._credentials)
+                return
+            except NodeUnavailableError as error:
+                if not job.splits:
+                    raise
+                logger.warning("read again dataset=%s %s", job.key.dataset, error)
+        if job.plan.is_written:
+            loading.move_put(self._store, job)
+            return
+        splits = (*job.splits, *job.whole_splits)
+        self._sources.check_splits(job.plan.tables, splits, job.plan.secrets)
+        num_files = len({split.file.path for split in splits})
+        with self._lock:  # before the shard is sealed: a report has both or none
+            state.files_read += num_files
+        try:
+            if job.shard is None:
+                num_shards = self._memory.run(job, lambda: loading.run_whole(self._store, job))
+                with self._lock:
+                    state.num_shards = num_shards
+            else:
+                self._memory.run(job, lambda: loading.load_shard(self._store, job, state.tables))
+        except BaseException:
+            with self._lock:
+                state.files_read -= num_files
+            raise
+
+    def _wait_for_room(
+        self, state: VersionState, job: Job, error: CacheError, *, frees_room: bool
+    ) -> None:
+        """Pauses before the load is tried again; logs the reason once."""
+        until = "a cancelled load has ended" if frees_room else "a lost node may be back"
+        reason = f"{job} waits on node {self._node_id} until {until}: {error}"
+        with self._lock:
+            known, state.waits[job.index] = state.waits.get(job.index), reason
+        if known is None:
+            logger.warning("load waits dataset=%s %s", job.key.dataset, reason)
+        self._stopped.wait(_RETRY_S)
+
+    def _fail(self, state: VersionState, job: Job, reason: str) -> None:
+        with self._lock:
+            state.fail(job.index, f"{reason} (on node {self._node_id})")
