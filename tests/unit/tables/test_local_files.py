@@ -247,7 +247,7 @@ def test_an_uri_that_is_not_served_is_named(uri: str) -> None:
 
 def test_an_option_that_no_store_has_is_refused_for_files_of_the_node(tmp_path: Path) -> None:
     path = touch(tmp_path / "a.csv")
-    with pytest.raises(RequestError, match="no store has an option 'y', 'z'"):
+    with pytest.raises(RequestError, match=r"no store has an option '[yz]'"):
         sources.find_files(table_spec(path, storage_options={"z": "1", "y": "2"}))
     shared = {"AWS_REGION": "us-east-1", "account_name": "a", "revision": "main"}
     assert sources.find_files(table_spec(path, storage_options=shared))[1][0].path == path
