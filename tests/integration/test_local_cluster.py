@@ -283,12 +283,18 @@ def test_an_interrupt_while_the_thread_that_starts_a_node_starts_ends_the_node(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     started: list[subprocess.Popen[str]] = []
-    real, begun = subprocess.Popen, threading.Event()
+    real, kill = subprocess.Popen, LocalNode.kill
+    begun, killing = threading.Event(), threading.Event()
 
     def begin(*arguments: Any, **options: Any) -> subprocess.Popen[str]:
-        begun.set()
         started.append(real(*arguments, **options))
+        begun.set()
+        assert killing.wait(30.0)
         return started[0]
+
+    def kill_and_say(node: LocalNode) -> None:
+        killing.set()
+        kill(node)
 
     def submit(_: ThreadPoolExecutor, *call: Any) -> None:
         threads.append(threading.Thread(target=call[0], args=call[1:]))
@@ -298,6 +304,7 @@ def test_an_interrupt_while_the_thread_that_starts_a_node_starts_ends_the_node(
 
     threads: list[threading.Thread] = []
     monkeypatch.setattr(subprocess, "Popen", begin)
+    monkeypatch.setattr(LocalNode, "kill", kill_and_say)
     monkeypatch.setattr(ThreadPoolExecutor, "submit", submit)
     with pytest.raises(KeyboardInterrupt):
         LocalCluster()
