@@ -37,11 +37,7 @@ from cache_server.auth.principals import ANYONE, EVERYTHING, Principal, Viewer
 from cache_server.egress.allowed_sources import AllowedSources
 from cache_server.node.desired import DesiredState, DesiredVersion
 from cache_server.node.heartbeat_log import HeartbeatLog
-from cache_server.node.heartbeat_messages import (
-    DesiredDecoder,
-    ReportEncoder,
-    SealedShards,
-)
+from cache_server.node.heartbeat_messages import DesiredDecoder, ReportEncoder, SealedShards
 from cache_server.node.load_memory import LoadMemory
 from cache_server.node.load_threads import LoadThreads
 from cache_server.node.loading import SpooledTables
@@ -163,8 +159,7 @@ class Node:
             self.wake,
         )
         self.row_values = RowValues(
-            store.free_bytes,
-            expression_memory(container_bytes or MACHINE_BYTES, load_threads),
+            store.free_bytes, expression_memory(container_bytes or MACHINE_BYTES, load_threads)
         )
         self._beats = threading.Condition()
         self._begun = self._answered = 0  # heartbeats
@@ -251,12 +246,7 @@ class Node:
     # -- reading -------------------------------------------------------------------------------
 
     def rows(
-        self,
-        dataset: str,
-        fingerprint: str,
-        viewer: Viewer = EVERYTHING,
-        *,
-        by_shard: bool = False,
+        self, dataset: str, fingerprint: str, viewer: Viewer = EVERYTHING, *, by_shard: bool = False
     ) -> ResidentRows:
         """The rows of one version that this node serves now, to a viewer that may read them.
 
@@ -568,10 +558,7 @@ class Node:
             self._states[key].update(desired)
 
     def _publish(
-        self,
-        key: VersionKey,
-        row_starts: Mapping[int, int],
-        sealed: Mapping[int, MappedShard],
+        self, key: VersionKey, row_starts: Mapping[int, int], sealed: Mapping[int, MappedShard]
     ) -> None:
         desired = self._states[key].desired
         # A shard without rows starts where the next one does.

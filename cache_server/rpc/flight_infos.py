@@ -8,11 +8,7 @@ from pathlib import Path
 
 import pyarrow.flight as flight
 
-from cache_protocol.errors import (
-    NotReadyError,
-    RequestError,
-    require_ready,
-)
+from cache_protocol.errors import NotReadyError, RequestError, require_ready
 from cache_protocol.storage.layout import Layout, schema_from_bytes
 from cache_protocol.storage.row_index import ROWS_OF_A_SHARD
 from cache_protocol.storage.shard_files import shard_file_name
@@ -100,10 +96,7 @@ def sealed_info(
         sum(shard.rows.stop - shard.rows.start for shard in sealed.shards),
         -1,
         app_metadata=pb.ReadPlan(
-            dataset=info.spec.name,
-            fingerprint=info.fingerprint,
-            lease_s=info.lease_s,
-            log=info.log,
+            dataset=info.spec.name, fingerprint=info.fingerprint, lease_s=info.lease_s, log=info.log
         ).SerializeToString(),
     )
 

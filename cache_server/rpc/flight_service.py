@@ -37,12 +37,7 @@ from cache_server.node.node import Node
 from cache_server.node.puts import PutMessage
 from cache_server.node.row_values import Caller
 from cache_server.node.traffic import Read, Traffic
-from cache_server.rpc.flight_calls import (
-    Call,
-    CallerMiddleware,
-    UnformattedError,
-    flight_error,
-)
+from cache_server.rpc.flight_calls import Call, CallerMiddleware, UnformattedError, flight_error
 from cache_server.rpc.flight_infos import flight_info, layout_of, sealed_info
 from cache_server.rpc.flight_messages import header_size, padding
 from cache_server.rpc.stream_limits import SlowReaders, StreamLimits, calls_of_principal
@@ -268,10 +263,7 @@ class FlightService(flight.FlightServerBase):
             principal = call.principal
             request.dataset = principal.viewer.resolve(request.dataset)
             result = self._ready_node().put(
-                request,
-                reader.schema,
-                _received(call, reader),
-                principal,
+                request, reader.schema, _received(call, reader), principal
             )
             writer.write(result.SerializeToString())
 

@@ -20,22 +20,12 @@ from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
-from datafusion import (
-    DataFrame,
-    RuntimeEnvBuilder,
-    SessionContext,
-)
+from datafusion import DataFrame, RuntimeEnvBuilder, SessionContext
 
 from cache_protocol.cli.output import size
 from cache_protocol.datasets.dataset_spec import TABLE
 from cache_protocol.errors import LoadError
-from cache_server.source.pinned import (
-    GIVEN,
-    PinnedTable,
-    Split,
-    check_schema,
-    no_rows,
-)
+from cache_server.source.pinned import GIVEN, PinnedTable, Split, check_schema, no_rows
 from cache_server.sql import sql_process
 from cache_server.sql.bounded import is_unbounded
 from cache_server.sql.formats import json_rows, json_types
@@ -271,10 +261,7 @@ def with_rows(splits: Sequence[Split], sql: str, table: PinnedTable) -> list[Spl
 
 
 def run_whole(
-    sql: str,
-    tables: Mapping[str, Path],
-    memory_bytes: int | None = None,
-    limits: Limits = ANY,
+    sql: str, tables: Mapping[str, Path], memory_bytes: int | None = None, limits: Limits = ANY
 ) -> Iterator[pa.RecordBatch]:
     """The rows of a query over whole tables, in its order.
 
@@ -462,10 +449,7 @@ def _json_rows(file: LocalFile, table: PinnedTable) -> Iterator[pa.RecordBatch]:
     """The rows of newline JSON, of the columns that the query reads."""
     check_first_bytes(file.path, file.format)
     yield from json_rows.read(
-        file.path,
-        file.split,
-        stored_and_read(file, table),
-        is_every_key=table.columns is None,
+        file.path, file.split, stored_and_read(file, table), is_every_key=table.columns is None
     )
 
 

@@ -8,22 +8,10 @@ from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
-from datafusion import (
-    CsvReadOptions,
-    DataFrame,
-    ExecutionPlan,
-    SessionContext,
-    col,
-    lit,
-    udf,
-)
+from datafusion import CsvReadOptions, DataFrame, ExecutionPlan, SessionContext, col, lit, udf
 
 from cache_protocol.errors import LoadError
-from cache_server.source.pinned import (
-    UNDER_NULLS,
-    PinnedTable,
-    Split,
-)
+from cache_server.source.pinned import UNDER_NULLS, PinnedTable, Split
 from cache_server.sql.formats.batch_rows import (
     DEFAULT_BATCH_ROWS,
     arrow_row_bytes,
@@ -33,9 +21,7 @@ from cache_server.sql.formats.batch_rows import (
 from cache_server.sql.plain_columns import is_nested, plain_column, plain_type
 from cache_server.sql.quoting import identifier
 from cache_server.sql.selection import selection_of
-from cache_server.sql.session import (
-    open_session,
-)
+from cache_server.sql.session import open_session
 
 FILE = "__file"  # a file whose table has further or other columns
 

@@ -35,11 +35,7 @@ class LoadRate:
         self.node_bytes_per_s = 0.0
 
     def record(
-        self,
-        version: PinnedVersion,
-        elapsed_s: float,
-        num_nodes: int,
-        reused: Collection[int] = (),
+        self, version: PinnedVersion, elapsed_s: float, num_nodes: int, reused: Collection[int] = ()
     ) -> None:
         """Computes the rate of a finished load, for the nodes that had a shard to read.
 

@@ -1,7 +1,6 @@
 """`DatasetSpec`: what to cache, from Python, YAML or the wire.
 
-Only this module validates a spec. It must not look at the source: the nodes find out whether files
-exist.
+Only this module validates a spec. It must not look at the source: the coordinator does that.
 """
 
 from __future__ import annotations
