@@ -102,7 +102,7 @@ def _put(
 
 
 def writer(pipe: Pipe, endpoint: str) -> None:
-    """A process that writes what it is told; says whether it was acknowledged."""
+    """A process that writes given rows; says whether they were acknowledged."""
     client = CacheClient(Connection(endpoint, deadline_s=20.0))
     pipe.send("ready")
     while True:

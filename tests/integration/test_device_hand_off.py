@@ -177,7 +177,7 @@ for step in range(5):
     next(iterator)
 print("trained", flush=True)
 sys.stdin.readline()
-for step in range(10):  # of the first window, which is here; more were asked for
+for step in range(2):  # of a message that is here; more were asked for
     next(iterator)
 """
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from cache_client import CacheClient, CacheIterableDataset, DatasetSpec
@@ -21,6 +22,7 @@ from cache_protocol.wire.credentials import Credentials, find_token
 from cache_server import LocalCluster
 from tests.conftest import numbered_table, rows_of, write_numbered
 from tests.job_arguments import grouped
+from tests.waiting import suspend
 
 ROWS, FILES = 2_000, 8  # each file becomes a shard
 
@@ -187,27 +189,33 @@ def test_a_file_that_is_not_as_its_node_sealed_it_is_read_over_flight(
     nodes: LocalCluster, streams: list[str]
 ) -> None:
     flipped, newer, foreign, kept = shard_files(nodes, 0)
-    _flip(flipped)
-    os.utime(newer, ns=(0, time.time_ns() + 10**9))
-    changed = {flipped: "piece 0 has another checksum", newer: "written after it was sealed"}
-    if not os.getuid():  # only root gives files away
-        os.chown(foreign, 1, -1)
-        changed[foreign] = "its owner changed"
     batches = dataset(nodes)
+    before = plan(nodes)
 
     def gather(file: Path) -> None:
         shard = int(file.stem.removeprefix("shard-"))
-        local_shards.LocalShards(plan(nodes)).gather(np.arange(1) + shard * ROWS // FILES)
+        local_shards.LocalShards(before).gather(np.arange(1) + shard * ROWS // FILES)
 
-    for file, reason in changed.items():
-        with pytest.raises(local_shards.ShardFileLostError, match=reason):
-            gather(file)
-    gather(kept)
+    node = psutil.Process(nodes.nodes[0].pid)
+    suspend(node)  # it would drop the files at its next look at them
+    try:
+        _flip(flipped)
+        os.utime(newer, ns=(0, time.time_ns() + 10**9))
+        changed = {flipped: "piece 0 has another checksum", newer: "written after it was sealed"}
+        if not os.getuid():  # only root gives files away
+            os.chown(foreign, 1, -1)
+            changed[foreign] = "its owner changed"
+        for file, reason in changed.items():
+            with pytest.raises(local_shards.ShardFileLostError, match=reason):
+                gather(file)
+        gather(kept)
+        _remove_digests(kept)
+        with pytest.raises(local_shards.ShardFileLostError, match="other digests"):
+            gather(kept)
+    finally:
+        node.resume()
     assert rows_of(batches) == order()
     assert streams
-    _remove_digests(kept)
-    with pytest.raises(local_shards.ShardFileLostError, match="other digests"):
-        gather(kept)
 
 
 def test_a_file_that_its_manifest_does_not_name_is_not_read(nodes: LocalCluster) -> None:

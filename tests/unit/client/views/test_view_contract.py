@@ -41,7 +41,7 @@ def shuffled(is_shuffled: bool = True) -> view.Shuffle:
     return view.Shuffle(is_shuffled, None, 3)
 
 
-def of_shards(size: int, identity: str = "rows") -> view.View:
+def of_shards(size: int, identity: str = "rows") -> view.SlotView:
     """Every second row of two shards, with numbers that begin anew in each."""
     shards = [np.arange(0, count, 2, np.uint32) for count in (size, size // 2)]
     firsts = np.array([0, size], np.int64)
@@ -49,48 +49,48 @@ def of_shards(size: int, identity: str = "rows") -> view.View:
     return rows_view.rows_of_shards(identity, shards, firsts, rows, most_rows_of_one_block=1)
 
 
-def listed(size: int, identity: str = "rows") -> view.View:
+def listed(size: int, identity: str = "rows") -> view.SlotView:
     return rows_view.rows_in_order(identity, numbers(size, max(size, 1)), size)
 
 
-def epoch_rows(size: int, rows: int | None = None) -> view.View:
+def epoch_rows(size: int, rows: int | None = None) -> view.SlotView:
     return sampling.EpochRowsView(view.PlainView(size), rows or size + size // 3 + 1, shuffled())
 
 
-def balanced(size: int, column: str = "label") -> view.View:
+def balanced(size: int, column: str = "label") -> view.SlotView:
     codes = np.unique(numbers(size, 5), return_inverse=True)[1]
     slots, starts = sampling.class_table(codes.astype(np.int32))
     plain, epoch = view.PlainView(size), 2 * size
     return sampling.BalancedView(plain, Shared(slots), Shared(starts), column, epoch, shuffled())
 
 
-def weighted(size: int, replacement: bool = True, column: str = "w") -> view.View:
+def weighted(size: int, replacement: bool = True, column: str = "w") -> view.SlotView:
     ends, most = sampling.weight_table(numbers(size) / 8.0, replacement=replacement, seed=3)
     rows = size if replacement else most
     return sampling.WeightedView(view.PlainView(size), Shared(ends), column, replacement, rows, 3)
 
 
-def buckets(size: int, bucket_rows: int = 4, column: str = "n") -> view.View:
+def buckets(size: int, bucket_rows: int = 4, column: str = "n") -> view.SlotView:
     lengths = Shared(numbers(size).astype(np.uint16))
     plain = view.PlainView(size)
     return length_buckets.LengthBucketsView(plain, lengths, bucket_rows, shuffled(), column)
 
 
-def packed(size: int, cut: bool = True, length: int = 16, column: str = "n") -> view.View:
+def packed(size: int, cut: bool = True, length: int = 16, column: str = "n") -> view.SlotView:
     lengths = Shared(numbers(size).astype(np.uint16))
     return packing.PackingView(view.PlainView(size), lengths, length, cut, shuffled(), column)
 
 
 def grouped(
     size: int, window: tuple[int, int] | None = None, identity: str = "groups"
-) -> view.View:
+) -> view.SlotView:
     keys = pa.array(numbers(size, max(1, size // 4)))
     rows, offsets = groups.group_table(np.arange(size), keys, None)
     ends = None if window is None else Shared(groups.window_ends(offsets, window))
     return groups.GroupsView(Shared(rows), Shared(offsets), identity, window, ends)
 
 
-def mixed(size: int, draw: Any = "stratified", prints: str = "print") -> view.View:
+def mixed(size: int, draw: Any = "stratified", prints: str = "print") -> view.SlotView:
     sizes = (size, size // 2 + 1)
     found = mixing.mixing(sizes, [(0, (2, 1))], stop="all_exhausted", draw=draw, seed=1)
     sources = tuple(
@@ -101,7 +101,7 @@ def mixed(size: int, draw: Any = "stratified", prints: str = "print") -> view.Vi
 
 
 # Views, and others of which each must have another identity.
-Make = Callable[[int], view.View]
+Make = Callable[[int], view.SlotView]
 CASES: dict[str, tuple[Make, tuple[Make, ...]]] = {
     "plain": (view.PlainView, ()),
     "rows of shards": (of_shards, (partial(of_shards, identity="others"),)),
@@ -121,7 +121,7 @@ CASES: dict[str, tuple[Make, tuple[Make, ...]]] = {
 every_view = pytest.mark.parametrize("make", [make for make, _ in CASES.values()], ids=[*CASES])
 
 
-def slots_of(found: view.View, epoch: int, slots: Any) -> list[tuple[Any, ...]]:
+def slots_of(found: view.SlotView, epoch: int, slots: Any) -> list[tuple[Any, ...]]:
     """What each slot is: its source, the tokens that it leaves out, its rows."""
     samples = found.samples(np.asarray(slots, np.int64), epoch)
     count = len(slots)
@@ -137,7 +137,7 @@ def slots_of(found: view.View, epoch: int, slots: Any) -> list[tuple[Any, ...]]:
     ]
 
 
-def in_order(found: view.View, epoch: int) -> list[tuple[Any, ...]]:
+def in_order(found: view.SlotView, epoch: int) -> list[tuple[Any, ...]]:
     return slots_of(found, epoch, range(found.num_slots(epoch)))
 
 
@@ -160,7 +160,7 @@ def test_the_table_has_every_view() -> None:
         for module in modules
         for _, kind in inspect.getmembers(module, inspect.isclass)
         if hasattr(kind, "samples") and hasattr(kind, "num_slots")
-    } - {view.View, view.LoggedView}  # a log knows its rows when they have come
+    } - {view.SlotView, view.LoggedView}  # a log knows its rows when they have come
     assert {type(make(20)) for make, _ in CASES.values()} == there
 
 
