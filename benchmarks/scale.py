@@ -155,7 +155,7 @@ def main() -> None:
     rows = windows * WINDOW_ROWS
     permuting = measure({case.name: case.permute for case in cases}, rows, repeats)
     routing = measure({case.name: case.route for case in cases}, rows, repeats)
-    with mock.patch("cache_client.reading.node_streams.Connection", InstantNode):
+    with mock.patch("cache_client.reading.node_streams.NodeConnection", InstantNode):
         # A fetch from 1,000 nodes takes so long that fewer tell as much.
         fetching = measure({case.name: fetcher(case) for case in cases}, rows, -(-repeats // 5))
     results = [
