@@ -124,9 +124,7 @@ def client_without_wire() -> tuple[float, list[float], float]:
             cpu = _repeated(lambda case=case: case.permute() + case.route())  # type: ignore[misc]
             plan_ns = cpu / sum(map(len, case.windows))
         with (
-            mock.patch(
-                "cache_client.training.opened.wait_for_shard_map", return_value=case.shards
-            ),
+            mock.patch("cache_client.training.opened.wait_for_shard_map", return_value=case.shards),
             mock.patch("cache_client.reading.node_streams.NodeConnection", InstantNode),
             closing(_windows(steps)) as windows,
         ):
