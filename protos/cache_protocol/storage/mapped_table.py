@@ -173,6 +173,10 @@ class _RowsByShard:
         Raises:
             DamagedShardError: one lies outside of its column.
         """
+        if all(isinstance(rows, slice) for _, rows in self._parts):
+            for shard, rows in self._parts:
+                shard.check_rows(index, rows)
+            return
         levels = [shard.levels(index) for shard, _ in self._parts]
         outer = levels[0][0].offsets.dtype
         num_rows = len(self._grouped.rows)
