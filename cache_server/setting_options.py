@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Annotated, Any, TypeVar, get_args
+from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 import typer
 from pydantic import BaseModel
@@ -63,14 +63,20 @@ def parameters_of(model: type[BaseModel]) -> Iterator[inspect.Parameter]:
 
 def _kind(info: FieldInfo) -> Any:
     """What typer reads: a flag, several texts or one; the model makes a value of it."""
-    if info.annotation is bool:
+    types = set(_types(info.annotation))
+    if types == {bool}:
         return bool
-    return list[str] if "tuple" in str(info.annotation) else str
+    return list[str] if tuple in types else str
 
 
 def _value_name(annotation: Any) -> str:
     """``int``, ``float`` or ``str``, as the help shows it."""
-    if annotation in (int, float):
-        return str(annotation.__name__)
-    names = {_value_name(part) for part in get_args(annotation)} - {"str"}
-    return names.pop() if names else "str"
+    return next((kind.__name__ for kind in _types(annotation) if kind in (int, float)), "str")
+
+
+def _types(annotation: Any) -> Iterator[Any]:
+    """The types that an annotation names, such as ``tuple`` and ``str`` of ``tuple[str, ...]``."""
+    parts = get_args(annotation)
+    yield get_origin(annotation) or annotation
+    for part in parts:
+        yield from _types(part)

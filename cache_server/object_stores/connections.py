@@ -59,7 +59,8 @@ _CREDENTIAL_SERVERS = (
     *("AWS_CONTAINER_CREDENTIALS_FULL_URI", "AWS_EC2_METADATA_SERVICE_ENDPOINT"),
     *("AWS_METADATA_ENDPOINT", "AWS_ENDPOINT_URL_STS", "AZURE_MSI_ENDPOINT"),
 )
-_MICROSOFT = ("core.windows.net", "fabric.microsoft.com")
+_FABRIC = ".fabric.microsoft.com"
+_MICROSOFT = (".core.windows.net", _FABRIC)
 _NO_ADDRESS = re.compile(r"[^!-~]")
 _HOST = re.compile(r"[\w.\-\[\]:@]+", re.ASCII)
 _CONNECT_TIMEOUT_S = 10.0
@@ -245,9 +246,9 @@ def _azure(
     if host:
         account, _, domain = host.partition(".")
         values.setdefault("account_name", account)
-        if domain.endswith("fabric.microsoft.com"):
+        if f".{domain}".endswith(_FABRIC):
             values.setdefault("use_fabric_endpoint", "true")
-        elif domain and not domain.endswith(_MICROSOFT):
+        elif domain and not f".{domain}".endswith(_MICROSOFT):
             values.setdefault("endpoint", f"https://{account}.{domain.replace('dfs.', 'blob.', 1)}")
     for name, kind in _AZURE_CREDENTIALS.items():
         if name in values:
