@@ -93,7 +93,7 @@ def client_for(
         tuple(sorted(settings.items())),
         tuple(sorted(environ.items())),
         secret_values(secrets, environ),
-        pass_for(location, options, secrets, mixes=location.kind == "gs"),
+        _pass_for(location, settings, environ, (options, secrets), mixes=location.kind == "gs"),
     )
 
 
@@ -325,12 +325,25 @@ def pass_for(
     Raises:
         RequestError: the credentials of the node would go to an address of the caller.
     """
+    if gates.current() is None:
+        return None
+    settings = store_settings(location.kind, options, secrets)
+    return _pass_for(location, settings, from_env(), (options, secrets), mixes=mixes)
+
+
+def _pass_for(
+    location: Location,
+    settings: Mapping[str, str],
+    environ: Mapping[str, str],
+    given: tuple[Mapping[str, str], Mapping[str, str]],
+    *,
+    mixes: bool,
+) -> Pass | None:
+    """As `pass_for`, with what is known of the options: this runs for every object."""
     if (gate := gates.current()) is None:
         return None
-    kind, environ = location.kind, from_env()
-    settings = store_settings(kind, options, secrets)
-    refuse_foreign(kind, settings, environ, host=location.host, mixes=mixes)
-    return gate.pass_for(options, secrets, _trusted(location, settings, environ))
+    refuse_foreign(location.kind, settings, environ, host=location.host, mixes=mixes)
+    return gate.pass_for(*given, _trusted(location, settings, environ))
 
 
 def refuse_foreign(
