@@ -42,7 +42,7 @@ def build(folder: Path, *distributions: str) -> None:
     """Runs functions of hatchling in ``folder``, which write into its ``dist/``."""
     program = "\n".join([BUILD, *(f"{name}('dist')" for name in distributions)])
     built = subprocess.run(
-        [sys.executable, "-c", program],
+        [sys.executable, "-B", "-c", program],  # no byte code of the hook beside it
         cwd=folder,
         capture_output=True,
         text=True,
