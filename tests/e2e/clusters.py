@@ -132,10 +132,13 @@ class Cluster:
         lines = [line for line in self.lines(namespace, part) if '"pid"' in line]
         os.kill(json.loads(lines[-1])["pid"], signal.SIGKILL)
 
-    def evict(self, namespace: str, pod: str) -> None:
-        """Asks for an eviction, as a drain does."""
-        meta = client.V1ObjectMeta(name=pod, namespace=namespace)
-        self.core.create_namespaced_pod_eviction(pod, namespace, client.V1Eviction(metadata=meta))
+    def evict(self, namespace: str, pod: str, uid: str | None) -> None:
+        """Asks for an eviction of the pod with this uid, as a drain does."""
+        body = client.V1Eviction(
+            metadata=client.V1ObjectMeta(name=pod, namespace=namespace),
+            delete_options=client.V1DeleteOptions(preconditions=client.V1Preconditions(uid=uid)),
+        )
+        self.core.create_namespaced_pod_eviction(pod, namespace, body)
 
     def condition(self, job: str, namespace: str) -> str | None:
         """``Complete``, ``Failed`` or ``Suspended`` where a TrainJob has such a condition."""

@@ -55,7 +55,7 @@ def test_an_evicted_cache_node_is_replaced_and_is_no_failure_of_its_job(
     cluster.apply(make_job(hook=SLOWLY), namespace=namespace)
     wait_for_step(cluster, namespace, 2)
     (pod,) = cluster.pods(namespace, "initializer-0-1")
-    cluster.evict(namespace, pod["metadata"]["name"])
+    cluster.evict(namespace, pod["metadata"]["name"], pod["metadata"]["uid"])
     assert_complete(cluster, namespace)
 
 

@@ -49,10 +49,11 @@ def drain(cluster: Cluster, namespace: str, pod: str) -> None:
     before = uid(cluster, namespace, pod)
 
     def is_gone() -> bool:
+        # Its next pod has the same name: an eviction without the uid would evict that one, too.
         try:
-            cluster.evict(namespace, pod)
+            cluster.evict(namespace, pod, before)
         except client.ApiException as error:
-            if error.status not in (404, 429):
+            if error.status not in (404, 409, 429):
                 raise
         return uid(cluster, namespace, pod) != before
 
