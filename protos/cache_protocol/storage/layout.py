@@ -1,14 +1,16 @@
 """The packed layout: how logical columns are stored in a record batch. Pure.
 
-Scalar columns of one dtype are *packed* row-major into one fixed-size list column. So a row is one
-short run of bytes, and gathering a random row costs one copy instead of one cache miss a column.
-Each fixed-size list is a *matrix* column. Everything else is *plain*, and last.
+The logical schema is the dataset's schema: columns come out as they went in. They are stored as flat
+columns, see `flat_columns`. Numbers of one type are *packed* row-major into one fixed-size list
+column. So a row is one short run of bytes, and gathering a random row costs one copy instead of one
+cache miss a column. Each fixed-size list is a *matrix* column. Everything else is *plain*. Last are
+the *null bits*, if a column has nulls.
 
-    logical   a: float32   b: int64   c: float32   img: uint8[784]   s: string
-    stored    img: uint8[784]   [a c]: float32[2]   [b]: int64[1]   s: string
+    logical   a: float32   b: bool      c: float32   img: uint8[784]   s: string
+    stored    img: uint8[784]   [a c]: float32[2]   [b]: uint8[1]   s: string   bits: uint8[1]
 
-The layout depends only on the logical schema. The metadata of a stored schema also has it: each
-packed field names its columns, and the schema carries the logical schema.
+The layout depends only on the logical schema and on the columns that have nulls. The metadata of a
+stored schema has both.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from __future__ import annotations
 import base64
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -24,10 +26,25 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from cache_protocol.errors import RequestError
+from cache_protocol.storage.flat_columns import (
+    FlatColumn,
+    FlatValues,
+    flat_tree,
+    is_number,
+    leaves,
+    list_shape,
+    nodes,
+    numpy_dtype,
+    pruned,
+    put_together,
+)
+from cache_protocol.storage.null_bits import NullBits
 
 COLUMNS_KEY = b"cache.columns"
 LOGICAL_SCHEMA_KEY = b"cache.logical_schema"
+NULLS_KEY = b"cache.nulls"
+LARGE_KEY = b"cache.large_offsets"  # of a logical schema: see `with_large_offsets`
+NULL_BITS = "null_bits"  # the stored field; no logical column
 GUESSED_VALUE_BYTES = 32  # of a string or list of unknown length
 _ROWS_A_TIME = 512  # of a copy of columns, so that what is read stays in the processor's cache
 
@@ -39,16 +56,16 @@ class StoredColumn:
     """One column of a stored batch.
 
     Attributes:
-        kind: ``packed`` (several logical scalar columns), ``matrix`` (one fixed-size list) or
-            ``plain`` (one unchanged column).
-        names: its logical columns; one unless packed.
+        kind: ``packed`` (several flat columns of numbers), ``matrix`` (one of fixed-size lists),
+            ``plain`` (one Arrow column) or ``nulls`` (the null bits).
+        names: its flat columns; one unless packed, none of null bits.
         field: the stored Arrow field.
-        dtype: of the values, for packed and matrix columns.
-        width: values a row, for packed and matrix columns; 0 for plain ones.
+        dtype: of the numbers; None for plain columns.
+        width: numbers a row; 0 for plain columns.
         shape: of one row, for matrix columns: ``(784,)`` or ``(28, 28)``.
     """
 
-    kind: Literal["packed", "matrix", "plain"]
+    kind: Literal["packed", "matrix", "plain", "nulls"]
     names: tuple[str, ...]
     field: pa.Field
     dtype: np.dtype[np.generic] | None = None
@@ -60,30 +77,46 @@ class Layout:
     """The stored columns of a logical schema. Immutable, thread-safe.
 
     Args:
-        logical: fields of storage types (see `cache_server.shards.packing`); names must be unique.
+        logical: names must be unique.
+        null_names: the units of null bits: see `flat_columns`.
 
     Attributes:
+        logical: without metadata of the cache.
+        flat: the flat columns by name, in order.
+        nulls: the null bits of a row.
         columns: of a stored batch.
         schema: of a stored batch; its metadata has the logical schema.
-        fixed_row_bytes: bytes a row in packed and matrix columns.
+        fixed_row_bytes: bytes a row of all but plain columns.
         plain_fields: of the plain columns.
         guessed_row_bytes: bytes a row, `GUESSED_VALUE_BYTES` for each plain column.
+
+    Raises:
+        RequestError: naming every column that cannot be stored, or names that are not unique.
     """
 
     # Computes everything here: the lock of a cached_property may stay locked in a forked child.
 
-    def __init__(self, logical: pa.Schema) -> None:
-        self.logical = logical
-        self.columns: tuple[StoredColumn, ...] = _stored_columns(logical)
+    def __init__(self, logical: pa.Schema, null_names: Collection[str] = ()) -> None:
+        metadata = dict(logical.metadata or {})
+        self._is_large = metadata.pop(LARGE_KEY, None) is not None
+        self._given = logical
+        self.logical = logical.with_metadata(metadata or None)
+        self.tree = flat_tree(logical)
+        self.flat: dict[str, FlatColumn] = {column.name: column for column in leaves(self.tree)}
+        self.nulls = NullBits(self.tree, null_names)
+        self.columns: tuple[StoredColumn, ...] = _stored_columns(
+            list(self.flat.values()), self.nulls.width, is_large=self._is_large
+        )
         self._place: dict[str, tuple[int, int]] = {
             name: (index, position)
             for index, column in enumerate(self.columns)
             for position, name in enumerate(column.names)
         }
         encoded = base64.b64encode(logical.serialize().to_pybytes())
-        self.schema: pa.Schema = pa.schema(
-            [column.field for column in self.columns], metadata={LOGICAL_SCHEMA_KEY: encoded}
-        )
+        known = {LOGICAL_SCHEMA_KEY: encoded}
+        if self.nulls.units:
+            known[NULLS_KEY] = json.dumps(list(self.nulls.units)).encode()
+        self.schema: pa.Schema = pa.schema([c.field for c in self.columns], metadata=known)
         self.fixed_row_bytes: int = sum(
             c.width * c.dtype.itemsize for c in self.columns if c.dtype is not None
         )
@@ -98,56 +131,63 @@ class Layout:
         Raises:
             ValueError: it is no schema of a stored batch.
         """
-        encoded = (schema.metadata or {}).get(LOGICAL_SCHEMA_KEY)
+        metadata = schema.metadata or {}
+        encoded = metadata.get(LOGICAL_SCHEMA_KEY)
         if encoded is None:
             raise ValueError("the schema has no logical schema in its metadata: not a stored batch")
-        layout = cls(schema_from_bytes(base64.b64decode(encoded)))
+        names = json.loads(metadata.get(NULLS_KEY, b"[]"))
+        layout = cls(schema_from_bytes(base64.b64decode(encoded)), names)
         if not layout.schema.equals(schema):
             raise ValueError("the stored schema does not match its logical schema")
         return layout
 
+    @property
+    def null_index(self) -> int | None:
+        """Index of the stored column of null bits; None if there is none."""
+        return len(self.columns) - 1 if self.nulls.width else None
+
+    def with_nulls(self, names: Collection[str]) -> Layout:
+        """The layout of the same columns with these units of null bits."""
+        same = set(names) == self.nulls.units.keys()
+        return self if same else Layout(self._given, names)
+
     def place(self, name: str) -> tuple[int, int]:
-        """Index of the stored column that holds ``name``, and its position inside it."""
+        """Index of the stored column that holds flat column ``name``, and its position inside."""
         return self._place[name]
 
     def select(self, names: Sequence[str]) -> Layout:
-        """The layout of these logical columns, in this order; empty means all.
+        """The layout of these columns, or fields of structs, in this order; empty means all.
 
         Raises:
             RequestError: names an unknown or repeated column.
         """
-        if not names:
+        if not names or list(names) == self.logical.names:
             return self
-        unknown = [name for name in names if name not in self._place]
-        if unknown:
-            raise RequestError(
-                f"no column {', '.join(map(repr, unknown))}; "
-                f"columns: {', '.join(self.logical.names)}"
-            )
-        if len(set(names)) != len(names):
-            raise RequestError(f"columns must not repeat a name, got {list(names)!r}")
-        if list(names) == self.logical.names:
-            return self
-        return Layout(pa.schema([self.logical.field(name) for name in names]))
+        logical = pruned(self._given, names).with_metadata(self._given.metadata)
+        chosen = Layout(logical)
+        units = {name for node in nodes(chosen.tree) for name in node.null_units}
+        return chosen.with_nulls(units & self.nulls.units.keys())
 
     def stored_bytes(self, batch: pa.RecordBatch) -> int:
         """About the bytes of a batch of logical columns, once it is stored."""
-        plain = sum(int(batch.column(field.name).nbytes) for field in self.plain_fields)
+        plain = sum(
+            int(column.nbytes)
+            for column, field in zip(batch.columns, self.logical, strict=True)
+            if field.name not in self.flat or self.flat[field.name].kind == "arrow"
+        )
         return int(batch.num_rows) * self.fixed_row_bytes + plain
 
     def unpack(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         """The logical columns of a stored batch; copies packed ones."""
-        arrays: dict[str, pa.Array] = {}
+        flat = FlatValues()
         for column, array in zip(self.columns, batch.columns, strict=True):
             if column.kind == "packed":
-                arrays.update(zip(column.names, _columns_of(as_matrix(array)), strict=True))
-            elif column.kind == "matrix":
-                arrays[column.names[0]] = nest(array, self.logical.field(column.names[0]).type)
+                flat.values.update(zip(column.names, _columns_of(as_matrix(array)), strict=True))
+            elif column.kind == "nulls":
+                flat.nulls = self.nulls.unpack_all(as_matrix(array))
             else:
-                arrays[column.names[0]] = array
-        return pa.RecordBatch.from_arrays(
-            [arrays[name] for name in self.logical.names], schema=self.logical
-        )
+                flat.values[column.names[0]] = array
+        return pa.RecordBatch.from_arrays(put_together(self.tree, flat), schema=self.logical)
 
 
 def schema_from_bytes(data: bytes) -> pa.Schema:
@@ -178,7 +218,7 @@ def equal_lists(array: pa.Array) -> Matrix | None:
     dtype = array.type
     if not (pa.types.is_list(dtype) or pa.types.is_large_list(dtype)):
         return None
-    if not is_scalar(dtype.value_type) or not len(array) or array.null_count:
+    if not is_number(dtype.value_type) or not len(array) or array.null_count:
         return None
     offsets = array.offsets.to_numpy()
     start, width = int(offsets[0]), int(offsets[1] - offsets[0])
@@ -264,62 +304,34 @@ def pool_matrix(rows: int, width: int, dtype: np.dtype[np.generic]) -> Matrix:
     return np.frombuffer(buffer, dtype, count=rows * width).reshape(rows, width)
 
 
-def list_shape(dtype: pa.DataType) -> tuple[tuple[int, ...], pa.DataType]:
-    """Shape of one row and type of the values of a nested fixed-size list type."""
-    shape: list[int] = []
-    while pa.types.is_fixed_size_list(dtype):
-        shape.append(dtype.list_size)
-        dtype = dtype.value_type
-    return tuple(shape), dtype
-
-
-def nest(array: pa.FixedSizeListArray, dtype: pa.DataType) -> pa.Array:
-    """A flat fixed-size list column as the nested type ``dtype`` of the same values; no copy."""
-    shape, _ = list_shape(dtype)
-    if len(shape) == 1:
-        return array
-    levels = [dtype]
-    while pa.types.is_fixed_size_list(levels[-1].value_type):
-        levels.append(levels[-1].value_type)
-    values: pa.Array = array.flatten()
-    for level in reversed(levels):
-        values = pa.FixedSizeListArray.from_arrays(values, type=level)
-    return values
-
-
-def is_scalar(dtype: pa.DataType) -> bool:
-    """Whether values of this type are packed: integers and floats."""
-    return bool(pa.types.is_integer(dtype) or pa.types.is_floating(dtype))
-
-
-def numpy_dtype(scalar: pa.DataType) -> np.dtype[np.generic]:
-    """The numpy dtype of an integer or float type.
-
-    ``to_pandas_dtype`` needs pandas before pyarrow 26.
-    """
-    unsigned = pa.types.is_unsigned_integer(scalar)
-    kind = "f" if pa.types.is_floating(scalar) else "u" if unsigned else "i"
-    return np.dtype(f"{kind}{scalar.bit_width // 8}")
-
-
-def _stored_columns(logical: pa.Schema) -> tuple[StoredColumn, ...]:
+def _stored_columns(
+    flat: Sequence[FlatColumn], null_bytes: int, *, is_large: bool
+) -> tuple[StoredColumn, ...]:
     groups: dict[pa.DataType, list[str]] = {}
-    order: list[pa.DataType | pa.Field] = []
-    for field in logical:
-        if is_scalar(field.type):
-            if field.type not in groups:
-                order.append(field.type)
-            groups.setdefault(field.type, []).append(field.name)
+    order: list[pa.DataType | FlatColumn] = []
+    for column in flat:
+        if column.kind == "number":
+            if column.stored not in groups:
+                order.append(column.stored)
+            groups.setdefault(column.stored, []).append(column.name)
         else:
-            order.append(field)
+            order.append(column)
     columns = [
-        _packed(item, groups[item]) if isinstance(item, pa.DataType) else _single(item)
+        _packed(item, groups[item])
+        if isinstance(item, pa.DataType)
+        else _matrix(item)
+        if item.kind == "numbers"
+        else _plain(item, is_large=is_large)
         for item in order
     ]
     # Plain columns last, so that the offsets of the others do not depend on their sizes. The others
     # by the power of two in their row size, largest first. So the offset of each column, modulo
     # that power, is the same in every file, whatever the number of rows.
-    return tuple(sorted(columns, key=lambda column: (column.kind == "plain", -_alignment(column))))
+    columns.sort(key=lambda column: (column.kind == "plain", -_alignment(column)))
+    if null_bytes:  # after all others, whose places in a file are known before the nulls are
+        bits = _list_field(NULL_BITS, pa.uint8(), null_bytes)
+        columns.append(StoredColumn("nulls", (), bits, np.dtype(np.uint8), null_bytes))
+    return tuple(columns)
 
 
 def _alignment(column: StoredColumn) -> int:
@@ -330,26 +342,44 @@ def _alignment(column: StoredColumn) -> int:
 
 def _packed(value_type: pa.DataType, names: Iterable[str]) -> StoredColumn:
     columns = tuple(names)
-    field = pa.field(
-        f"packed_{value_type}",
-        pa.list_(pa.field("item", value_type, nullable=False), len(columns)),
-        nullable=False,
-        metadata={COLUMNS_KEY: json.dumps(columns).encode()},
-    )
-    dtype = numpy_dtype(value_type)
-    return StoredColumn("packed", columns, field, dtype, len(columns))
+    metadata = {COLUMNS_KEY: json.dumps(columns).encode()}
+    field = _list_field(f"packed_{value_type}", value_type, len(columns), metadata)
+    return StoredColumn("packed", columns, field, numpy_dtype(value_type), len(columns))
 
 
-def _single(field: pa.Field) -> StoredColumn:
-    shape, value_type = list_shape(field.type)
-    if not shape or not is_scalar(value_type):
-        return StoredColumn("plain", (field.name,), field)
-    width = math.prod(shape)
-    flat = pa.field(
-        field.name,
-        pa.list_(pa.field("item", value_type, nullable=False), width),
-        nullable=False,
-        metadata=field.metadata,
-    )
-    dtype = numpy_dtype(value_type)
-    return StoredColumn("matrix", (field.name,), flat, dtype, width, shape)
+def _matrix(column: FlatColumn) -> StoredColumn:
+    width = math.prod(column.shape)
+    field = _list_field(column.name, column.stored, width)
+    dtype = numpy_dtype(column.stored)
+    return StoredColumn("matrix", (column.name,), field, dtype, width, column.shape)
+
+
+def _plain(column: FlatColumn, *, is_large: bool) -> StoredColumn:
+    dtype = _large(column.stored) if is_large else column.stored
+    return StoredColumn("plain", (column.name,), pa.field(column.name, dtype))
+
+
+def _list_field(
+    name: str, value_type: pa.DataType, width: int, metadata: Mapping[bytes, bytes] | None = None
+) -> pa.Field:
+    item = pa.field("item", value_type, nullable=False)
+    return pa.field(name, pa.list_(item, width), nullable=False, metadata=metadata)
+
+
+def with_large_offsets(logical: pa.Schema) -> pa.Schema:
+    """The same logical schema, whose strings and lists are stored with 64-bit offsets.
+
+    For shards with more than 2 GiB of values in a column.
+    """
+    return logical.with_metadata({**(logical.metadata or {}), LARGE_KEY: b"1"})
+
+
+def _large(dtype: pa.DataType) -> pa.DataType:
+    types = pa.types
+    if types.is_string(dtype):
+        return pa.large_string()
+    if types.is_binary(dtype):
+        return pa.large_binary()
+    if types.is_list(dtype) or types.is_large_list(dtype):
+        return pa.large_list(_large(dtype.value_type))
+    return dtype
