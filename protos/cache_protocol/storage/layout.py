@@ -42,8 +42,8 @@ from cache_protocol.storage.null_bits import NullBits
 
 COLUMNS_KEY = b"cache.columns"
 LOGICAL_SCHEMA_KEY = b"cache.logical_schema"
-NULLS_KEY = b"cache.nulls"
-LARGE_KEY = b"cache.large_offsets"  # of a logical schema: see `with_large_offsets`
+_NULLS_KEY = b"cache.nulls"  # these two are in the metadata of a described schema
+_LARGE_KEY = b"cache.large_offsets"
 NULL_BITS = "null_bits"  # the stored field; no logical column
 GUESSED_VALUE_BYTES = 32  # of a string or list of unknown length
 _ROWS_A_TIME = 512  # of a copy of columns, so that what is read stays in the processor's cache
@@ -77,15 +77,18 @@ class Layout:
     """The stored columns of a logical schema. Immutable, thread-safe.
 
     Args:
-        logical: names must be unique.
-        null_names: the units of null bits: see `flat_columns`.
+        logical: names must be unique; may be a described one.
+        null_names: the units of null bits, see `flat_columns`; default: those of ``logical``.
 
     Attributes:
-        logical: without metadata of the cache.
+        logical: as users see it.
+        described: the same with metadata that says which units have nulls, and how strings and
+            lists are stored; to be sent to others.
+        tree: the flat columns of the logical ones.
         flat: the flat columns by name, in order.
         nulls: the null bits of a row.
         columns: of a stored batch.
-        schema: of a stored batch; its metadata has the logical schema.
+        schema: of a stored batch; its metadata has the described schema.
         fixed_row_bytes: bytes a row of all but plain columns.
         plain_fields: of the plain columns.
         guessed_row_bytes: bytes a row, `GUESSED_VALUE_BYTES` for each plain column.
@@ -96,27 +99,31 @@ class Layout:
 
     # Computes everything here: the lock of a cached_property may stay locked in a forked child.
 
-    def __init__(self, logical: pa.Schema, null_names: Collection[str] = ()) -> None:
+    def __init__(self, logical: pa.Schema, null_names: Collection[str] | None = None) -> None:
         metadata = dict(logical.metadata or {})
-        self._is_large = metadata.pop(LARGE_KEY, None) is not None
-        self._given = logical
+        is_large = metadata.pop(_LARGE_KEY, None)
+        known = json.loads(metadata.pop(_NULLS_KEY, b"[]"))
         self.logical = logical.with_metadata(metadata or None)
         self.tree = flat_tree(logical)
         self.flat: dict[str, FlatColumn] = {column.name: column for column in leaves(self.tree)}
-        self.nulls = NullBits(self.tree, null_names)
+        self.nulls = NullBits(self.tree, known if null_names is None else null_names)
+        if is_large:
+            metadata[_LARGE_KEY] = is_large
+        if self.nulls.units:
+            metadata[_NULLS_KEY] = json.dumps(list(self.nulls.units)).encode()
+        self.described = logical.with_metadata(metadata or None)
         self.columns: tuple[StoredColumn, ...] = _stored_columns(
-            list(self.flat.values()), self.nulls.width, is_large=self._is_large
+            list(self.flat.values()), self.nulls.width, is_large=bool(is_large)
         )
         self._place: dict[str, tuple[int, int]] = {
             name: (index, position)
             for index, column in enumerate(self.columns)
             for position, name in enumerate(column.names)
         }
-        encoded = base64.b64encode(logical.serialize().to_pybytes())
-        known = {LOGICAL_SCHEMA_KEY: encoded}
-        if self.nulls.units:
-            known[NULLS_KEY] = json.dumps(list(self.nulls.units)).encode()
-        self.schema: pa.Schema = pa.schema([c.field for c in self.columns], metadata=known)
+        encoded = base64.b64encode(self.described.serialize().to_pybytes())
+        self.schema: pa.Schema = pa.schema(
+            [column.field for column in self.columns], metadata={LOGICAL_SCHEMA_KEY: encoded}
+        )
         self.fixed_row_bytes: int = sum(
             c.width * c.dtype.itemsize for c in self.columns if c.dtype is not None
         )
@@ -131,12 +138,10 @@ class Layout:
         Raises:
             ValueError: it is no schema of a stored batch.
         """
-        metadata = schema.metadata or {}
-        encoded = metadata.get(LOGICAL_SCHEMA_KEY)
+        encoded = (schema.metadata or {}).get(LOGICAL_SCHEMA_KEY)
         if encoded is None:
             raise ValueError("the schema has no logical schema in its metadata: not a stored batch")
-        names = json.loads(metadata.get(NULLS_KEY, b"[]"))
-        layout = cls(schema_from_bytes(base64.b64decode(encoded)), names)
+        layout = cls(schema_from_bytes(base64.b64decode(encoded)))
         if not layout.schema.equals(schema):
             raise ValueError("the stored schema does not match its logical schema")
         return layout
@@ -149,7 +154,7 @@ class Layout:
     def with_nulls(self, names: Collection[str]) -> Layout:
         """The layout of the same columns with these units of null bits."""
         same = set(names) == self.nulls.units.keys()
-        return self if same else Layout(self._given, names)
+        return self if same else Layout(self.described, names)
 
     def place(self, name: str) -> tuple[int, int]:
         """Index of the stored column that holds flat column ``name``, and its position inside."""
@@ -163,8 +168,7 @@ class Layout:
         """
         if not names or list(names) == self.logical.names:
             return self
-        logical = pruned(self._given, names).with_metadata(self._given.metadata)
-        chosen = Layout(logical)
+        chosen = Layout(pruned(self.described, names).with_metadata(self.described.metadata), ())
         units = {name for node in nodes(chosen.tree) for name in node.null_units}
         return chosen.with_nulls(units & self.nulls.units.keys())
 
@@ -371,7 +375,7 @@ def with_large_offsets(logical: pa.Schema) -> pa.Schema:
 
     For shards with more than 2 GiB of values in a column.
     """
-    return logical.with_metadata({**(logical.metadata or {}), LARGE_KEY: b"1"})
+    return logical.with_metadata({**(logical.metadata or {}), _LARGE_KEY: b"1"})
 
 
 def _large(dtype: pa.DataType) -> pa.DataType:
