@@ -43,17 +43,11 @@ def refuse_workers(batch_format: BatchFormat) -> None:
         )
 
 
-def to_polars(batch: pa.RecordBatch, bools: list[str]) -> Any:
-    """A DataFrame of the same memory, where polars has the same layout.
-
-    Args:
-        batch: logical columns.
-        bools: columns of 0 and 1 that become Boolean, by a copy.
-    """
+def to_polars(batch: pa.RecordBatch) -> Any:
+    """A DataFrame of logical columns, of the same memory where polars has the same layout."""
     import polars
 
-    frame = polars.DataFrame(polars.from_arrow(batch))
-    return frame.with_columns(polars.col(name).cast(polars.Boolean) for name in bools)
+    return polars.DataFrame(polars.from_arrow(batch))
 
 
 def to_jax(name: str, value: Any) -> Any:

@@ -1,5 +1,8 @@
 """Rows -> the batches a training loop sees: dicts of tensors or arrays, or Arrow record batches.
 
+A dict is made of flat columns, and structs become dicts in it. Record batches and frames have the
+logical columns, with their nulls.
+
 A scalar column is copied out of its packed matrix, because collectives and `view` need contiguous
 memory, and a column that is kept must not keep the rows beside it. Columns stacked in the order in
 which they lie side by side are a view, as matrices are; any other stack is a copy.
@@ -27,19 +30,28 @@ from cache_client.batches.batch_formats import (
     to_jax,
     to_polars,
 )
+from cache_client.batches.column_values import (
+    Finish,
+    finish_of,
+    floats_of,
+    shape_of,
+    values_of,
+    without,
+    words_of,
+)
 from cache_client.batches.images import ImageDecoder, ImageMode
+from cache_client.batches.null_rules import NullRules, Nulls, is_number_column, value_type
 from cache_client.job.arguments import BatchFormat
 from cache_client.reading.rows import Rows, cut
-from cache_protocol.errors import ConfigError, InvalidTextError, RequestError
-from cache_protocol.storage.layout import Layout, equal_lists, is_scalar, pool_matrix, transposed
+from cache_protocol.errors import ConfigError, RequestError
+from cache_protocol.storage.flat_columns import FlatColumn, FlatStruct, FlatTree
+from cache_protocol.storage.layout import Layout, transposed
 
 _Array = npt.NDArray[np.generic]
 _Getter = Callable[[Rows], Any]
 _Cutter = Callable[[torch.Tensor], dict[str, torch.Tensor]]
 
 _MOST_OWN = 16  # columns of a matrix that are copied one by one; more are copied faster together
-# NumPy takes 0.03 us a string. So does `to_pylist` of pyarrow 26; that of pyarrow 22 takes 0.5 us.
-_TEXTS = (pa.string(), pa.large_string(), pa.binary(), pa.large_binary())
 
 
 class _View(NamedTuple):
@@ -65,10 +77,14 @@ class Converter:
         stack_dtype: of every stack, a dtype of torch or numpy; default: as above.
         copy: scalar columns are contiguous; False: they are strided views of the rows of a window.
         decode: binary columns with encoded images -> how to decode them, see `ImageDecoder`.
+        nulls: what stands for nulls of numbers, see `null_rules`; tables have their nulls.
+
+    Columns in ``stack``, ``decode`` and ``nulls`` may be fields of structs, as in ``address.zip``.
 
     Raises:
         ConfigError: names a column that is unknown, used twice, or cannot be stacked. Integers
             that have no common integer dtype, such as ``int64`` and ``uint64``, are not stacked.
+            A fill value does not fit; quotes it.
     """
 
     def __init__(
@@ -80,6 +96,7 @@ class Converter:
         copy: bool = True,
         stack_dtype: object = None,
         decode: Mapping[str, ImageMode] | None = None,
+        nulls: Nulls | None = None,
     ) -> None:
         check_package(batch_format)
         stacks = {name: list(columns) for name, columns in (stack or {}).items()}
@@ -87,17 +104,29 @@ class Converter:
         _check_stacks(layout, stacks, batch_format, dtype)
         self._layout = layout
         self._batch_format: BatchFormat = batch_format
+        self._rules = NullRules(layout, nulls)
         views = _views(layout, stacks)
         cast = {
             name
             for name, columns in stacks.items()
-            if dtype is not None and any(_dtype(layout, column) != dtype for column in columns)
+            for column in columns
+            if _is_decimal(layout.flat[column])
+            or (dtype is not None and _stored(layout, column) != dtype)
         }
         views = {name: view for name, view in views.items() if name not in cast}
-        getters = _getters(layout, stacks, views, dtype, as_torch=batch_format == "torch")
-        getters |= _image_getters(layout, decode or {}, as_torch=batch_format == "torch")
-        self._names = list(getters)
-        self._bools = _bool_names(layout, stacks, cast=dtype is not None)
+        getters = _getters(layout, stacks, views, dtype, self._rules, batch_format)
+        getters |= _image_getters(
+            layout, decode or {}, self._rules, as_torch=batch_format == "torch"
+        )
+        self._flat_names = list(getters)
+        self._finish = _finishes(layout, stacks, batch_format, cast=dtype is not None)
+        self._places = _places(layout.tree, stacks)
+        self._names = [
+            *dict.fromkeys(path[0] for _, path in self._places),
+            *self._rules.valid.values(),
+        ]
+        self._nested = any(len(path) > 1 for _, path in self._places)
+        _check_masks(self._names, self._rules)
         self._copied = _scalars(layout, views) if copy else []
         own = {name for _, names, _ in self._copied for name in names}
         views = {name: view for name, view in views.items() if name not in own}
@@ -114,7 +143,8 @@ class Converter:
         refuse_workers(self._batch_format)
         if self.makes_tables:
             return self._table(rows.to_batch())
-        batch: dict[str, Any] = dict.fromkeys(self._names)
+        self._rules.prepare(rows)
+        batch: dict[str, Any] = dict.fromkeys(self._flat_names)
         as_torch = self._batch_format == "torch"
         together = as_torch and bool(self._copied) and get_worker_info() is not None
         for index, names, positions in self._copied:
@@ -131,11 +161,26 @@ class Converter:
         for name, get in self._getters:
             value = get(rows)
             batch[name] = convert(value) if isinstance(value, np.ndarray) else value
-        for name in self._bools:
-            batch[name] = _as_bools(batch[name])
+        for name, finish in self._finish:
+            batch[name] = finish(batch[name])
+        masks = self._rules.masks(rows) if self._rules.valid else {}
         if self._batch_format == "jax":
-            return {name: to_jax(name, value) for name, value in batch.items()}
+            batch = {name: to_jax(name, value) for name, value in batch.items()}
+            masks = {name: to_jax(name, mask) for name, mask in masks.items()}
+        if self._nested:
+            batch = self._in_structs(batch)
+        batch.update((name, convert(mask)) for name, mask in masks.items())
         return batch
+
+    def _in_structs(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """The same values, in a dict for each struct."""
+        found: dict[str, Any] = {}
+        for name, path in self._places:
+            inner = found
+            for struct in path[:-1]:
+                inner = inner.setdefault(struct, {})
+            inner[path[-1]] = batch[name]
+        return found
 
     def batches(self, rows: Rows, sizes: Sequence[int]) -> Iterator[Any]:
         """The batches of consecutive rows; tables are parts of one that has all of them.
@@ -158,7 +203,7 @@ class Converter:
         return self._batch_format in ("arrow", "polars")
 
     def _table(self, batch: pa.RecordBatch) -> Any:
-        return batch if self._batch_format == "arrow" else to_polars(batch, self._bools)
+        return batch if self._batch_format == "arrow" else to_polars(batch)
 
     @property
     def names(self) -> list[str]:
@@ -194,10 +239,11 @@ def _check_stacks(
         except RequestError as error:
             raise ConfigError(f"stack {name!r}: {error}") from None
         for column in columns:
-            if not is_scalar(layout.logical.field(column).type):
+            flat = layout.flat.get(column)
+            if flat is None or not (flat.kind == "number" or _is_decimal(flat)):
+                kind = "struct" if flat is None else flat.dtype
                 raise ConfigError(
-                    f"stack {name!r}: column {column!r} is a "
-                    f"{layout.logical.field(column).type}, only numbers can be stacked"
+                    f"stack {name!r}: column {column!r} is a {kind}, only numbers can be stacked"
                 )
             if column in used:
                 raise ConfigError(f"stack {name!r}: column {column!r} is already in another stack")
@@ -242,9 +288,19 @@ def _check_dtypes(
 
 
 def _dtype(layout: Layout, name: str) -> np.dtype[np.generic]:
+    """The dtype of a column of numbers in a stack."""
+    is_decimal = _is_decimal(layout.flat[name])
+    return np.dtype(np.float64) if is_decimal else _stored(layout, name)
+
+
+def _stored(layout: Layout, name: str) -> np.dtype[np.generic]:
     dtype = layout.columns[layout.place(name)[0]].dtype
-    assert dtype is not None  # only scalar columns are stacked
+    assert dtype is not None  # only columns of numbers are stacked
     return dtype
+
+
+def _is_decimal(column: FlatColumn) -> bool:
+    return column.kind != "arrow" and bool(pa.types.is_decimal(value_type(column)))
 
 
 def _views(layout: Layout, stacks: Mapping[str, Sequence[str]]) -> dict[str, _View]:
@@ -255,7 +311,7 @@ def _views(layout: Layout, stacks: Mapping[str, Sequence[str]]) -> dict[str, _Vi
         for index, column in enumerate(layout.columns)
         if column.kind == "packed"
         for position, name in enumerate(column.names)
-        if name not in stacked
+        if name not in stacked and not _is_decimal(layout.flat[name])
     }
     for name, columns in stacks.items():
         places = [layout.place(column) for column in columns]
@@ -287,28 +343,58 @@ def _block(matrix: _Array, positions: list[int], as_torch: bool) -> list[Any]:
     return list(torch.unsafe_split_with_sizes(torch.from_numpy(block.reshape(-1)), sizes))
 
 
-def _bool_names(layout: Layout, stacks: Mapping[str, Sequence[str]], *, cast: bool) -> list[str]:
-    """The columns of a batch that were bools at their source, and stacks of nothing else."""
-    bools = {
-        field.name
-        for field in layout.logical
-        if (field.metadata or {}).get(b"cache.source_type") == b"bool"
-    }
+def _finishes(
+    layout: Layout,
+    stacks: Mapping[str, Sequence[str]],
+    batch_format: BatchFormat,
+    *,
+    cast: bool,
+) -> list[tuple[str, Finish]]:
+    """Columns whose stored numbers stand for other values, and stacks of nothing but bools."""
+    found = []
     stacked = {column for columns in stacks.values() for column in columns}
-    whole = [name for name, columns in stacks.items() if bools.issuperset(columns) and not cast]
-    return sorted(bools - stacked) + whole
+    for name, column in layout.flat.items():
+        if name not in stacked and column.kind != "arrow":
+            finish = finish_of(value_type(column), batch_format)
+            if finish is not None:
+                found.append((name, finish))
+    for name, columns in stacks.items():
+        types = {value_type(layout.flat[column]) for column in columns}
+        if types == {pa.bool_()} and not cast:
+            finish = finish_of(pa.bool_(), batch_format)
+            assert finish is not None
+            found.append((name, finish))
+    return found
 
 
-def _as_bools(value: Any) -> Any:
-    """Numbers 0 and 1 as bools: a view of a tensor or an array; lists in place."""
-    if isinstance(value, torch.Tensor):
-        return value.view(torch.bool)
-    if isinstance(value, np.ndarray):
-        return value.view(np.bool_)
-    if isinstance(value, list):
-        value[:] = [_as_bools(entry) for entry in value]
-        return value
-    return None if value is None else bool(value)
+def _places(
+    tree: FlatTree, stacks: Mapping[str, Sequence[str]]
+) -> list[tuple[str, tuple[str, ...]]]:
+    """Each value of a batch, and the keys that lead to it; a stack is at its first column."""
+    stack_of = {column: name for name, columns in stacks.items() for column in columns}
+    found: dict[str, tuple[str, ...]] = {}
+
+    def walk(nodes: FlatTree, above: tuple[str, ...], prefix: str) -> None:
+        for node in nodes:
+            path = (*above, node.name.removeprefix(prefix))
+            if isinstance(node, FlatStruct):
+                walk(node.children, path, f"{node.name}.")
+            elif node.name in stack_of:
+                found.setdefault(stack_of[node.name], (stack_of[node.name],))
+            else:
+                found[node.name] = path
+
+    walk(tree, (), "")
+    return list(found.items())
+
+
+def _check_masks(names: Sequence[str], rules: NullRules) -> None:
+    for name in rules.valid.values():
+        if names.count(name) > 1:
+            raise ConfigError(
+                f"nulls='mask' adds a column {name!r}, and batches have one: rename yours, or "
+                "leave it out by columns"
+            )
 
 
 def _getters(
@@ -316,21 +402,21 @@ def _getters(
     stacks: Mapping[str, Sequence[str]],
     views: Mapping[str, _View],
     dtype: np.dtype[np.generic] | None,
-    *,
-    as_torch: bool,
+    rules: NullRules,
+    batch_format: BatchFormat,
 ) -> dict[str, _Getter]:
     stack_of = {column: name for name, columns in stacks.items() for column in columns}
     getters: dict[str, _Getter] = {}
-    for column in layout.logical.names:
-        name = stack_of.get(column, str(column))
+    for column in layout.flat:
+        name = stack_of.get(column, column)
         if name in getters:
             continue
         if name in views:
             getters[name] = _view_getter(views[name])
         elif name in stacks:
-            getters[name] = _copy_getter(layout, stacks[name], dtype)
+            getters[name] = _copy_getter(layout, stacks[name], dtype, rules)
         else:
-            getters[name] = _column_getter(layout, name, as_torch)
+            getters[name] = _column_getter(layout, name, rules, batch_format)
     return getters
 
 
@@ -340,50 +426,81 @@ def _view_getter(view: _View) -> _Getter:
 
 
 def _copy_getter(
-    layout: Layout, names: Sequence[str], dtype: np.dtype[np.generic] | None
+    layout: Layout,
+    names: Sequence[str],
+    dtype: np.dtype[np.generic] | None,
+    rules: NullRules,
 ) -> _Getter:
     places = [layout.place(name) for name in names]
     common = np.result_type(*(_dtype(layout, name) for name in names)) if dtype is None else dtype
-    if len({index for index, _ in places}) == 1:
+    columns = [layout.flat[name] for name in names]
+    if len({index for index, _ in places}) == 1 and not any(map(_is_decimal, columns)):
         index, positions = places[0][0], [position for _, position in places]
         return lambda rows: rows.matrices[index][:, positions].astype(common, copy=False)
+    getters = [_number_getter(layout, column, rules) for column in columns]
 
     def join(rows: Rows) -> _Array:
-        columns = [rows.matrices[index][:, position] for index, position in places]
-        return np.stack(columns, axis=1, dtype=common, casting="same_kind")
+        values = [get(rows) for get in getters]
+        return np.stack(values, axis=1, dtype=common, casting="same_kind")
 
     return join
 
 
-def _column_getter(layout: Layout, name: str, as_torch: bool) -> _Getter:
+def _number_getter(layout: Layout, column: FlatColumn, rules: NullRules) -> _Getter:
+    """The numbers of a column that can be stacked."""
+    index, position = layout.place(column.name)
+    fill = rules.fills.get(column.name, np.nan)
+
+    def numbers(rows: Rows) -> _Array:
+        matrix = rows.matrices[index]
+        return matrix[:, position] if column.kind == "number" else matrix
+
+    if not _is_decimal(column):
+        return numbers
+    return lambda rows: floats_of(column, numbers(rows), rules.nulls_of(column.name, rows), fill)
+
+
+def _column_getter(
+    layout: Layout, name: str, rules: NullRules, batch_format: BatchFormat
+) -> _Getter:
+    """The values of a column that is no view of a packed one."""
     index, _ = layout.place(name)
-    column = layout.columns[index]
-    if column.kind == "matrix":
-        shape = column.shape
-        return lambda rows: rows.matrices[index].reshape(rows.num_rows, *shape)
-    return lambda rows: _values_of(name, rows.arrays[index], as_torch)
+    column = layout.flat[name]
+    if column.kind == "arrow":
+        return lambda rows: without(
+            values_of(column, rows.arrays[index], batch_format), rules.nulls_of(name, rows)
+        )
+    if _is_decimal(column):
+        return _number_getter(layout, column, rules)
+    if not is_number_column(column):
+        return lambda rows: words_of(column, rows.matrices[index], rules.nulls_of(name, rows))
+    shaped = shape_of(column)
+    return lambda rows: shaped(rows.matrices[index])
 
 
 def _image_getters(
-    layout: Layout, decode: Mapping[str, ImageMode], *, as_torch: bool
+    layout: Layout, decode: Mapping[str, ImageMode], rules: NullRules, *, as_torch: bool
 ) -> dict[str, _Getter]:
     getters: dict[str, _Getter] = {}
     for name, mode in decode.items():
-        if name not in layout.logical.names:
-            raise ConfigError(
-                f"decode: no column {name!r}; columns: {', '.join(layout.logical.names)}"
-            )
-        dtype = layout.logical.field(name).type
-        if not pa.types.is_binary(dtype) and not pa.types.is_large_binary(dtype):
-            raise ConfigError(f"decode: column {name!r} is a {dtype}, and images are binary")
+        if name not in layout.flat:
+            raise ConfigError(f"decode: no column {name!r}; columns: {', '.join(layout.flat)}")
+        column = layout.flat[name]
+        if column.kind != "arrow" or column.stored not in (pa.binary(), pa.large_binary()):
+            raise ConfigError(f"decode: column {name!r} is a {column.dtype}, and images are binary")
         images = ImageDecoder(name, mode, channels_first=as_torch)
-        getters[name] = _image_getter(layout.place(name)[0], images, as_torch)
+        getters[name] = _image_getter(layout.place(name)[0], name, images, rules, as_torch)
     return getters
 
 
-def _image_getter(index: int, images: ImageDecoder, as_torch: bool) -> _Getter:
+def _image_getter(
+    index: int, name: str, images: ImageDecoder, rules: NullRules, as_torch: bool
+) -> _Getter:
     def get(rows: Rows) -> Any:
-        found: Any = images(rows.arrays[index])
+        array, nulls = rows.arrays[index], rules.nulls_of(name, rows)
+        if nulls is not None:  # of the struct that it is in
+            array = array.take(pa.array(np.arange(len(array)), mask=nulls))
+        found: Any = images(array)
         if not isinstance(found, list):
             return found
         if as_torch:
@@ -422,76 +539,3 @@ def _cutter(width: int, cuts: Mapping[str, int | slice]) -> _Cutter:
         return views
 
     return cut
-
-
-def _values_of(name: str, array: pa.Array, as_torch: bool) -> list[Any]:
-    """As `_values`.
-
-    Raises:
-        InvalidTextError: naming the column, and the row in the batch, whose bytes are no UTF-8.
-    """
-    try:
-        return _values(array, as_torch)
-    except (UnicodeDecodeError, pa.ArrowException):
-        for row in range(len(array)):
-            try:
-                array[row].as_py()
-            except UnicodeDecodeError as error:
-                raise InvalidTextError(
-                    f"column {name!r} holds no valid UTF-8 in row {row} of the batch, at byte "
-                    f"{error.start} of {error.object[:32]!r}: cast it to binary in the sql, as in "
-                    f"arrow_cast({name}, 'Binary')"
-                ) from None
-        raise
-
-
-def _values(array: pa.Array, as_torch: bool) -> list[Any]:
-    """Strings as ``str``, binaries as ``bytes``, lists of numbers as arrays or tensors.
-
-    Nulls are None.
-
-    A list of numbers with a null is a Python list. In a DataLoader worker, a column of lists is a
-    `ListColumn`.
-    """
-    found: list[Any]
-    if array.type in _TEXTS:
-        found = array.to_numpy(zero_copy_only=False).tolist()
-    elif _has_number_lists(array.type):
-        found = _number_lists(array, as_torch)
-        return ListColumn(found) if get_worker_info() is not None else found
-    else:
-        found = array.to_pylist()
-    return found
-
-
-def _has_number_lists(dtype: pa.DataType) -> bool:
-    is_list = pa.types.is_list(dtype) or pa.types.is_large_list(dtype)
-    return bool(is_list and is_scalar(dtype.value_type))
-
-
-def _number_lists(array: pa.Array, as_torch: bool) -> list[Any]:
-    if (matrix := equal_lists(array)) is not None:
-        copied = pool_matrix(len(matrix), matrix.shape[1], matrix.dtype)
-        copied[:] = matrix
-        if not as_torch:
-            return list(copied)
-        # Torch does not count an in-place change of one row as a change of all.
-        return list(torch.unsafe_split(torch.from_numpy(copied.reshape(-1)), matrix.shape[1]))
-    offsets = array.offsets.to_numpy()
-    start = offsets[0]
-    # Only these rows: the array may be a slice of a larger one.
-    inner = array.values.slice(start, offsets[-1] - start)
-    # Copied, so that it is writable.
-    values: _Array = (inner.fill_null(0) if inner.null_count else inner).to_numpy().copy()
-    valid = array.is_valid().to_numpy(zero_copy_only=False)
-    ends = offsets - start
-    convert: Callable[[_Array], Any] = torch.from_numpy if as_torch else lambda value: value
-    found: list[Any] = [
-        convert(values[a:b]) if ok else None
-        for a, b, ok in zip(ends[:-1], ends[1:], valid, strict=True)
-    ]
-    if inner.null_count:
-        nulls_before = np.concatenate([[0], np.cumsum(inner.is_null())])[ends]
-        for row in np.flatnonzero(valid & (np.diff(nulls_before) > 0)):
-            found[row] = array[row].as_py()
-    return found

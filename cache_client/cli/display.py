@@ -23,7 +23,7 @@ from rich.text import Text
 from cache_client.control.forecast import LoadForecast, TableForecast
 from cache_client.control.infos import DatasetInfo
 from cache_protocol.cli.output import size
-from cache_protocol.storage.layout import numpy_dtype
+from cache_protocol.storage.flat_columns import numpy_dtype
 
 _MAX_NAMES = 6  # of columns on one line
 _MOST_NULLS = 20  # columns whose nulls are listed
@@ -62,18 +62,9 @@ def show_dataset(info: DatasetInfo, as_json: bool) -> None:
         read = _count(info.files_read, "file")
         console.print(f"  reused       {reused}; {read} read", highlight=False)
     if info.nulls:
-        console.print(Text(f"  nulls        {_nulls(info.nulls)}, stored as NaN"), soft_wrap=True)
-    fields = [
-        [
-            field.name,
-            type_name(field.type),
-            type_name((field.metadata or {}).get(b"cache.source_type", b"").decode()),
-        ]
-        for field in info.schema
-    ]
-    shown = 3 if any(source for *_, source in fields) else 2
-    header = ["column", "type", "source type"][:shown]
-    console.print(_indented(_plain_table([field[:shown] for field in fields], header=header)))
+        console.print(Text(f"  nulls        {_nulls(info.nulls)}"), soft_wrap=True)
+    fields = [[field.name, type_name(field.type)] for field in info.schema]
+    console.print(_indented(_plain_table(fields, header=["column", "type"])))
 
 
 def _nulls(nulls: Mapping[str, int]) -> str:
@@ -129,7 +120,7 @@ def forecast_facts(forecast: LoadForecast) -> list[tuple[str, str]]:
             )
         )
     if forecast.nulls:
-        facts.append(("nulls", f"{_nulls(forecast.nulls)}{exact}; they become NaN"))
+        facts.append(("nulls", f"{_nulls(forecast.nulls)}{exact}"))
     in_shards = f"{size(forecast.num_bytes)} in {_count(forecast.num_shards, 'shard')}"
     if forecast.makes_rows:
         facts.append(("decoded", f"unknown; {in_shards}, if each row makes one"))
@@ -311,8 +302,10 @@ def json_value(value: object) -> object:
         return None
     if isinstance(value, bytes):
         return value.hex()
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return [json_value(item) for item in value]
+    if isinstance(value, dict):
+        return {name: json_value(each) for name, each in value.items()}
     return value
 
 
@@ -341,8 +334,10 @@ def _shortest(value: object, dtype: pa.DataType) -> object:
 
     As float64, Python would show 0.1 as 0.10000000149011612.
     """
-    if isinstance(value, list):
+    if isinstance(value, list) and isinstance(dtype, pa.ListType | pa.LargeListType | pa.FixedSizeListType):
         return [_shortest(item, dtype.value_type) for item in value]
+    if isinstance(value, dict) and isinstance(dtype, pa.StructType):
+        return {name: _shortest(each, dtype.field(name).type) for name, each in value.items()}
     if isinstance(value, float) and dtype in (pa.float16(), pa.float32()):
         return float(str(numpy_dtype(dtype).type(value)))
     return value

@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import get_worker_info
 
 from cache_client.batches.images import ImageMode
+from cache_client.batches.null_rules import Nulls
 from cache_client.job.argument_names import names_explained
 from cache_client.job.arguments import BatchFormat
 from cache_client.job.connection import Connection
@@ -40,7 +41,8 @@ class CacheIterableDataset(RankBatches):
 
     A batch is a dict from column to value: numbers are tensors of shape ``[B]``, fixed-size lists
     ``[B, n]``, strings a list of ``str``, lists of numbers a list of 1-d tensors (a Python list
-    where one holds a null). bools are ``torch.bool``. They may be changed in place. A
+    where one holds a null). bools are ``torch.bool``, times ``torch.int64``, decimals
+    ``torch.float64``. A struct is a dict of its fields. They may be changed in place. A
     single column is contiguous. Stacks and fixed-size lists share the memory of a window: one that
     you keep keeps the others, so copy what is to stay. The last step of an epoch may be short;
     where it has fewer rows than there are ranks, some ranks take a row that another has, too: see
@@ -49,7 +51,7 @@ class CacheIterableDataset(RankBatches):
     Args:
         name: of a dataset in the cache.
         batch_size: rows of this rank in a full step.
-        columns: to read, in this order; default: all.
+        columns: to read, in this order; default: all. ``address.zip`` is one field of a struct.
         view: what to read other than each row once: a filter, a split, weights, packed sequences,
             and others.
         cache: how to reach the cache: a `Connection`, or its endpoint ``grpc://HOST:PORT``;
@@ -90,6 +92,9 @@ class CacheIterableDataset(RankBatches):
             the ranks differ, and an audit needs all of them. It costs 1 to 2 ns of CPU time a row.
         decode: binary column -> ``rgb``, ``gray`` or ``unchanged``: its encoded images become
             uint8 pixels, see `cache_client.batches.images`.
+        nulls: what tensors have for nulls of numbers: column -> value, or ``mask``, which adds
+            ``<column>.valid``. Default: NaN in floats; a pass refuses nulls of other numbers by
+            name. Record batches and frames have their nulls. See "Values" in the guide.
         skip_steps: epoch -> steps to leave out, as after a spike of the loss. Steps count from the
             begin of the epoch, with this batch size and world size, as if none was left out. States
             keep the rows that they name.
@@ -124,6 +129,7 @@ class CacheIterableDataset(RankBatches):
         stack: Mapping[str, Sequence[str]] | None = None,
         stack_dtype: torch.dtype | str | None = None,
         decode: Mapping[str, ImageMode] | None = None,
+        nulls: Nulls | None = None,
         transform: Callable[[Any], Any] | None = None,
         device: torch.device | str | None = None,
         reading: Reading | None = None,
@@ -150,6 +156,7 @@ class CacheIterableDataset(RankBatches):
             stack=stack,
             stack_dtype=stack_dtype,
             decode=decode,
+            nulls=nulls,
             transform=transform,
             device=device,
             reading=reading,

@@ -12,6 +12,7 @@ import torch
 from cache_client.batches.convert import Converter
 from cache_client.batches.device import find_device
 from cache_client.batches.images import ImageMode, decode_problems
+from cache_client.batches.null_rules import Nulls, nulls_problems
 from cache_client.job.arguments import (
     BatchFormat,
     argument_problems,
@@ -96,6 +97,7 @@ class JobConfig:
     stack: Mapping[str, Sequence[str]] | None
     stack_dtype: torch.dtype | str | None
     decode: Mapping[str, ImageMode] | None
+    nulls: Nulls | None
     copy: bool
     transform: Callable[[Any], Any] | None
     device: torch.device | None
@@ -134,6 +136,7 @@ class JobConfig:
             copy=self.copy,
             stack_dtype=self.stack_dtype,
             decode=self.decode,
+            nulls=self.nulls,
         )
 
     def window_sizes(self, shards: Any, rows_per_slot: float) -> WindowSizes:
@@ -166,6 +169,7 @@ def checked_config(
     stack: Mapping[str, Sequence[str]] | None,
     stack_dtype: torch.dtype | str | None,
     decode: Mapping[str, ImageMode] | None,
+    nulls: Nulls | None,
     transform: Callable[[Any], Any] | None,
     device: torch.device | str | None,
     reading: Reading | None,
@@ -189,7 +193,7 @@ def checked_config(
         problems += asked.problems_with(batch_format=batch_format, stacks=bool(stack))
     if not isinstance(fetched, Reading):
         problems.append(f"reading must be a Reading, got {reading!r}")
-    problems += decode_problems(decode, batch_format)
+    problems += decode_problems(decode, batch_format) + nulls_problems(nulls)
     if audit not in AUDIT_MODES:
         problems.append(f"audit must be one of {', '.join(AUDIT_MODES)}, got {audit!r}")
     target = checked(problems, lambda: find_device(device))
@@ -228,6 +232,7 @@ def checked_config(
         stack=stack,
         stack_dtype=stack_dtype,
         decode=decode,
+        nulls=nulls,
         # Copies to a device are contiguous anyway.
         copy=fetched.copy and (target is None or transform is not None),
         transform=transform,

@@ -56,6 +56,7 @@ _SHARED: Mapping[str, Callable[[JobConfig], object]] = {
     "stack_dtype": attrgetter("stack_dtype"),
     "batch_format": attrgetter("batch_format"),
     "decode": attrgetter("decode"),
+    "nulls": attrgetter("nulls"),
     "transform": attrgetter("transform"),
     "device": attrgetter("device"),
     "copy": attrgetter("copy"),
@@ -439,12 +440,8 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _columns(dataset: CacheIterableDataset) -> list[str]:
-    """Names, types and types at the source of what is read."""
-    columns = []
-    for field in dataset.opened.layout.logical:
-        source_type = (field.metadata or {}).get(b"cache.source_type", b"").decode()
-        columns.append(f"{field.name!r} {source_type or field.type}")
-    return columns
+    """Names and types of what is read."""
+    return [f"{field.name!r} {field.type}" for field in dataset.opened.layout.logical]
 
 
 def _only(columns: list[str], others: list[str]) -> str:

@@ -19,6 +19,7 @@ from torch.utils.data import Dataset
 
 from cache_client.batches.convert import Converter
 from cache_client.batches.images import ImageMode, decode_problems
+from cache_client.batches.null_rules import Nulls, nulls_problems
 from cache_client.flight.call_threads import CallThreads
 from cache_client.job.argument_names import names_explained
 from cache_client.job.arguments import BatchFormat, argument_problems
@@ -69,7 +70,7 @@ class CacheDataset(Dataset[Any]):
         batch_format: ``torch``, ``numpy``, ``jax``, ``arrow`` (batches are RecordBatches) or
             ``polars`` (DataFrames). A DataLoader turns arrays into tensors, unless its
             ``collate_fn`` returns them unchanged. No ``jax`` and no ``polars`` in its workers.
-        decode: as in `CacheIterableDataset`.
+        decode, nulls: as in `CacheIterableDataset`.
         transform: applied to each row, or to the batch of `fetch`, in the reading process.
 
     Raises:
@@ -90,12 +91,13 @@ class CacheDataset(Dataset[Any]):
         stack: Mapping[str, Sequence[str]] | None = None,
         batch_format: BatchFormat = "torch",
         decode: Mapping[str, ImageMode] | None = None,
+        nulls: Nulls | None = None,
         transform: Callable[[Any], Any] | None = None,
     ) -> None:
         problems = argument_problems(
             name, columns, stack, batch_format=batch_format, transform=transform
         )
-        problems += decode_problems(decode, batch_format)
+        problems += decode_problems(decode, batch_format) + nulls_problems(nulls)
         access = checked(problems, lambda: access_to(cache))
         if problems or access is None:
             raise ConfigError("; ".join(problems))
@@ -105,6 +107,7 @@ class CacheDataset(Dataset[Any]):
         self._stack = {name: tuple(names) for name, names in (stack or {}).items()}
         self._batch_format: BatchFormat = batch_format
         self._decode = decode
+        self._nulls = nulls
         self._transform = transform
         self._shards = wait_for_shard_map(
             access.endpoint, name, self._columns, access.ready_deadline_s, access.credentials
@@ -114,7 +117,11 @@ class CacheDataset(Dataset[Any]):
     def _prepare(self) -> None:
         """Sets what each process makes anew."""
         self._convert = Converter(
-            self._shards.layout, self._stack, self._batch_format, decode=self._decode
+            self._shards.layout,
+            self._stack,
+            self._batch_format,
+            decode=self._decode,
+            nulls=self._nulls,
         )
         self._rows_per_fetch = max(1, FETCH_BYTES // row_bytes(self._shards))
         self._readers: dict[int, _ProcessReader] = {}  # by process id; see `_process_reader`
@@ -170,6 +177,7 @@ class CacheDataset(Dataset[Any]):
             "stack": {name: list(names) for name, names in self._stack.items()} or None,
             "batch_format": self._batch_format,
             "decode": self._decode,
+            "nulls": self._nulls,
             "transform": None if self._transform is None else transform,
         }
         rest = ", ".join(f"{name}={value!r}" for name, value in parts.items() if value is not None)
@@ -322,5 +330,12 @@ def _rows(batch: Any) -> list[dict[str, Any]]:
     if not isinstance(batch, dict):
         rows = batch.to_dicts()  # of polars
         return rows
-    columns = (v.unbind(0) if isinstance(v, torch.Tensor) else v for v in batch.values())
+    columns = map(_values_of_rows, batch.values())
     return [dict(zip(batch, values, strict=True)) for values in zip(*columns, strict=True)]
+
+
+def _values_of_rows(column: Any) -> Sequence[Any]:
+    if isinstance(column, torch.Tensor):
+        return column.unbind(0)
+    values: Sequence[Any] = _rows(column) if isinstance(column, dict) else column
+    return values

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -14,11 +14,13 @@ import pyarrow.compute as pc
 import torch
 
 from cache_client.batches.batch_formats import ListColumn
+from cache_client.batches.null_rules import NullRules
 from cache_client.job.arguments import BatchFormat
 from cache_client.order.permutation import Int64Array
 from cache_client.reading.rows import Rows
 from cache_client.views.view import Samples
 from cache_protocol.errors import RequestError
+from cache_protocol.storage.nested_values import plain_type
 
 
 def joined_lists(rows: Rows, column: str) -> tuple[npt.NDArray[Any], Int64Array]:
@@ -34,8 +36,7 @@ def joined_lists(rows: Rows, column: str) -> tuple[npt.NDArray[Any], Int64Array]
     """
     index, _ = rows.layout.place(column)
     if index in rows.matrices:
-        matrix = rows.matrices[index]
-        return matrix.reshape(-1), np.arange(len(matrix) + 1) * matrix.shape[1]
+        return _joined_matrix(rows, column, rows.matrices[index])
     array = rows.arrays[index]
     if array.null_count:
         array = pc.fill_null(array, pa.scalar([], array.type))
@@ -43,12 +44,29 @@ def joined_lists(rows: Rows, column: str) -> tuple[npt.NDArray[Any], Int64Array]
     start, stop = int(offsets[0]), int(offsets[-1])
     values = array.values.slice(start, stop - start)  # `flatten` would copy them
     if values.null_count:
-        raise RequestError(
-            f"column {column!r} has a null in a list: replace it in the sql, as by "
-            f"array_remove_all({column}, NULL)"
-        )
+        raise _null_in_list(column)
     offsets -= start
-    return values.to_numpy(zero_copy_only=not pa.types.is_boolean(values.type)), offsets
+    return values.to_numpy(zero_copy_only=True), offsets
+
+
+def _joined_matrix(
+    rows: Rows, column: str, matrix: npt.NDArray[Any]
+) -> tuple[npt.NDArray[Any], Int64Array]:
+    lengths = np.full(len(matrix), matrix.shape[1])
+    nulls = NullRules(rows.layout).nulls_of(column, rows)
+    if nulls is not None and nulls.any():
+        of_rows = nulls if nulls.ndim == 1 else nulls.all(axis=1)
+        if nulls.ndim > 1 and (nulls.any(axis=1) & ~of_rows).any():
+            raise _null_in_list(column)
+        matrix, lengths[of_rows] = matrix[~of_rows], 0
+    return matrix.reshape(-1), np.concatenate([[0], np.cumsum(lengths)])
+
+
+def _null_in_list(column: str) -> RequestError:
+    return RequestError(
+        f"column {column!r} has a null in a list: replace it in the sql, as by "
+        f"array_remove_all({column}, NULL)"
+    )
 
 
 def mask_of(column: str) -> str:
@@ -84,8 +102,7 @@ def padding_lists(
                 mask = np.arange(longest) < lengths[:, None]
                 padded = np.full(mask.shape, value, values.dtype)
                 padded[mask] = values
-            metadata = rows.layout.logical.field(column).metadata or {}
-            if metadata.get(b"cache.source_type") == b"bool":
+            if pa.types.is_boolean(plain_type(rows.layout.flat[column].dtype).value_type):
                 padded = padded.view(np.bool_)
             made = {column: padded, mask_of(column): mask}
             as_torch = batch_format == "torch"
@@ -116,16 +133,23 @@ def grouping(convert: Callable[[Rows], Any], length: int | None) -> Callable[...
         batch, counts = convert(rows), samples.lengths
         if isinstance(batch, pa.RecordBatch):
             return [_lists(batch, counts, length)]
-        grouped = {name: _grouped(value, counts, length) for name, value in batch.items()}
+        grouped: dict[str, Any] = _grouped(batch, counts, length)
         if length is None:
-            as_numpy = any(isinstance(value, np.ndarray) for value in batch.values())
+            as_numpy = any(isinstance(value, np.ndarray) for value in _leaves(batch))
             grouped[LENGTHS] = counts if as_numpy else torch.from_numpy(counts)
         return [grouped]
 
     return assemble
 
 
+def _leaves(batch: dict[str, Any]) -> Iterator[Any]:
+    for value in batch.values():
+        yield from _leaves(value) if isinstance(value, dict) else [value]
+
+
 def _grouped(value: Any, counts: np.ndarray[Any, np.dtype[np.int64]], length: int | None) -> Any:
+    if isinstance(value, dict):
+        return {name: _grouped(each, counts, length) for name, each in value.items()}
     is_array = isinstance(value, torch.Tensor | np.ndarray)
     if is_array and length is not None:
         return value.reshape(len(counts), length, *value.shape[1:])

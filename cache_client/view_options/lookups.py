@@ -8,7 +8,7 @@ row for each, the vocabularies, and the rows of the other datasets once.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
@@ -22,6 +22,7 @@ from cache_client.order.permutation import Int64Array
 from cache_client.reading.rows import Rows
 from cache_client.views.shared_array import SharedArray
 from cache_protocol.errors import ConfigError
+from cache_protocol.storage.flat_columns import Bits, nodes
 from cache_protocol.storage.layout import Layout, pool_matrix
 
 Int32Array = npt.NDArray[np.int32]
@@ -223,10 +224,17 @@ class Lookup(Protocol):
 
     @property
     def fields(self) -> Sequence[pa.Field]:
-        """The columns, of storage types."""
+        """The columns."""
+
+    @property
+    def null_units(self) -> Collection[str]:
+        """The units of null bits of the columns."""
 
     def values(self, row_ids: Int64Array) -> dict[str, Any]:
-        """For each column: ``(k,)`` or ``(k, n)`` numbers, or an Arrow array."""
+        """For each flat column: ``(k,)`` or ``(k, n)`` numbers, or an Arrow array."""
+
+    def nulls(self, row_ids: Int64Array) -> Mapping[str, Bits]:
+        """For each unit of null bits: those of the rows, see `NullBits`."""
 
 
 @dataclass(frozen=True)
@@ -264,6 +272,15 @@ class CodesLookup:
     def values(self, row_ids: Int64Array) -> dict[str, Any]:
         """The codes of rows."""
         return {self.column: self.codes.values[row_ids]}
+
+    @property
+    def null_units(self) -> Collection[str]:
+        """None: nulls have code 0."""
+        return ()
+
+    def nulls(self, row_ids: Int64Array) -> Mapping[str, Bits]:
+        """None."""
+        return {}
 
 
 @dataclass(frozen=True)
@@ -309,6 +326,8 @@ class JoinLookup:
         at = self.index.values[row_ids]
         found: dict[str, Any] = {}
         for index, column in enumerate(self.layout.columns):
+            if column.kind == "nulls":
+                continue
             if column.kind == "plain":
                 found[column.names[0]] = self.arrays[index].take(pa.array(at))
                 continue
@@ -318,6 +337,18 @@ class JoinLookup:
             else:
                 found.update(zip(column.names, taken.T, strict=True))
         return found
+
+    @property
+    def null_units(self) -> Collection[str]:
+        """Those of the other dataset."""
+        return self.layout.nulls.units
+
+    def nulls(self, row_ids: Int64Array) -> Mapping[str, Bits]:
+        """The null bits of the columns for rows."""
+        index = self.layout.null_index
+        if index is None:
+            return {}
+        return self.layout.nulls.unpack_all(self.matrices[index].values[self.index.values[row_ids]])
 
 
 def join_index(key: str, keys: pa.ChunkedArray, dataset: str, others: pa.Array) -> Int32Array:
@@ -391,7 +422,14 @@ class Lookups:
                 f"join: column {twice[0]!r} is there already: name the columns of the other "
                 "dataset that you want, or leave out yours by columns"
             )
-        object.__setattr__(self, "layout", Layout(pa.schema(fields)))
+        units = {unit for one in self.lookups for unit in one.null_units}
+        object.__setattr__(self, "layout", Layout(pa.schema(fields), units | self._kept_units(read)))
+
+    def _kept_units(self, read: Sequence[pa.Field]) -> set[str]:
+        """The units of null bits of the columns that are read and shown."""
+        shown = Layout(pa.schema(read), ())
+        units = {unit for node in nodes(shown.tree) for unit in node.null_units}
+        return units & self.read.nulls.units.keys()
 
     @property
     def identity(self) -> str:
@@ -414,15 +452,22 @@ class Lookups:
         for piece in pieces:
             start, stop = stop, stop + piece.num_rows
             found: dict[str, Any] = {}
+            nulls: dict[str, Bits] = {}
             for lookup in self.lookups:
                 found |= lookup.values(row_ids[start:stop])
-            extended.append(self._joined(piece, found))
+                nulls |= lookup.nulls(row_ids[start:stop])
+            extended.append(self._joined(piece, found, nulls))
         return extended
 
-    def _joined(self, piece: Rows, found: dict[str, Any]) -> Rows:
+    def _joined(self, piece: Rows, found: dict[str, Any], nulls: dict[str, Bits]) -> Rows:
         matrices: dict[int, npt.NDArray[np.generic]] = {}
         arrays: dict[int, pa.Array] = {}
         for index, column in enumerate(self.layout.columns):
+            if column.kind == "nulls":
+                matrices[index] = self.layout.nulls.pack(
+                    {**self._read_nulls(piece), **nulls}, piece.num_rows
+                )
+                continue
             name = column.names[0]
             if column.kind == "plain":
                 arrays[index] = found[name] if name in found else self._read(piece.arrays, name)
@@ -443,6 +488,12 @@ class Lookups:
                 joined[:, at] = found[each] if each in found else self._scalar(piece, each)
             matrices[index] = joined
         return Rows(self.layout, matrices, arrays, piece.num_rows)
+
+    def _read_nulls(self, piece: Rows) -> dict[str, Bits]:
+        if self.read.null_index is None:
+            return {}
+        found = self.read.nulls.unpack_all(piece.matrices[self.read.null_index])
+        return {unit: bits for unit, bits in found.items() if unit in self.layout.nulls.units}
 
     def _stored_beside(self, name: str) -> tuple[str, ...]:
         return self.read.columns[self.read.place(name)[0]].names

@@ -25,7 +25,9 @@ from cache_client.views.packing import PackingView
 from cache_client.views.shared_array import SharedArray
 from cache_client.views.view import Shuffle, SlotView, as_sql, codes_of, of_slots, quoted
 from cache_protocol.errors import ConfigError
-from cache_protocol.storage.layout import Layout, numpy_dtype
+from cache_protocol.storage.flat_columns import numpy_dtype
+from cache_protocol.storage.layout import Layout
+from cache_protocol.storage.nested_values import plain_type
 
 _TOKENS_AT_ONCE = 2**18  # few calls a token
 
@@ -182,7 +184,7 @@ def _check_lists(layout: Layout, option: str, column: str, *, floats: bool = Fal
         raise ConfigError(
             f"{option}: no column {column!r}; columns: {', '.join(layout.logical.names)}"
         )
-    kind = layout.logical.field(column).type
+    kind = plain_type(layout.logical.field(column).type)
     inner = kind.value_type if pa.types.is_list(kind) or pa.types.is_large_list(kind) else None
     if inner is None and pa.types.is_fixed_size_list(kind) and not floats:
         inner = kind.value_type
@@ -194,7 +196,7 @@ def _check_lists(layout: Layout, option: str, column: str, *, floats: bool = Fal
 
 
 def _check_padding(layout: Layout, column: str, value: float) -> None:
-    kind = layout.logical.field(column).type.value_type
+    kind = plain_type(layout.logical.field(column).type).value_type
     if pa.types.is_floating(kind):
         return
     dtype: Any = numpy_dtype(kind) if pa.types.is_integer(kind) else np.uint8

@@ -39,7 +39,7 @@ import pyarrow.compute as pc
 
 from cache_protocol.errors import LoadError, RequestError
 from cache_protocol.storage.layout import Layout, Matrix, StoredColumn, from_matrix, list_shape
-from cache_server.shards.decimals import nearest_floats, of_strings
+from cache_protocol.storage.decimals import nearest_floats, of_strings
 from cache_server.shards.null_advice import float_null_problem, null_problem, sql_cast
 
 _INITIAL_ROWS, _INITIAL_BYTES = 65_536, 64 << 20  # whichever is less

@@ -35,6 +35,15 @@ def storage_type(dtype: pa.DataType) -> pa.DataType:
     return _storage_type(dtype, is_inside=False)
 
 
+def plain_type(dtype: pa.DataType) -> pa.DataType:
+    """The same type with values in place of dictionaries, runs, extensions and views.
+
+    Raises:
+        RequestError: as `storage_type`.
+    """
+    return _storage_type(dtype, is_inside=True)
+
+
 def _storage_type(dtype: pa.DataType, *, is_inside: bool) -> pa.DataType:
     types = pa.types
     if isinstance(dtype, pa.BaseExtensionType):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any, TypeAlias
+
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
 _MOST_EXACT_INTEGER, _MOST_EXACT_POWER = 2**53, 22  # exact in a float64: powers of two, of ten
+
+Floats: TypeAlias = npt.NDArray[np.float64]
 
 
 def nearest_floats(decimals: pa.Array) -> pa.Array:
@@ -34,6 +38,20 @@ def nearest_floats(decimals: pa.Array) -> pa.Array:
     if not exact.all():
         return pc.cast(pc.cast(decimals, pa.string()), pa.float64())
     return pa.array(low / 10.0**dtype.scale, mask=mask)
+
+
+def scaled_floats(integers: npt.NDArray[np.signedinteger[Any]], scale: int) -> Floats:
+    """The nearest float64 of ``integers / 10**scale``, of the same shape; a new array."""
+    if not 0 <= scale <= _MOST_EXACT_POWER:
+        exact = np.zeros(integers.shape, np.bool_)
+        floats: Floats = np.empty(integers.shape, np.float64)
+    else:
+        floats = integers / 10.0**scale
+        exact = (integers >= -_MOST_EXACT_INTEGER) & (integers <= _MOST_EXACT_INTEGER)
+    if not exact.all():
+        texts = (f"{number}e{-scale}" for number in integers[~exact].tolist())
+        floats[~exact] = [float(text) for text in texts]
+    return floats
 
 
 def of_strings(dtype: pa.DataType) -> pa.DataType:
