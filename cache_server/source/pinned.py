@@ -11,6 +11,8 @@ from urllib.parse import unquote
 
 import pyarrow as pa
 
+from cache_protocol.storage.layout import Layout
+
 PARTITION = b"cache.partition"  # in the metadata of a field whose values are in paths
 GIVEN = b"cache.given"  # in the metadata of a field whose type the spec gives
 SOURCE_COLUMN = b"cache.source_column"  # in the metadata of a stored field: see `with_lineage`
@@ -195,6 +197,18 @@ def source_column(field: pa.Field) -> str:
         with dots for a field of a struct; empty if there is none.
     """
     return str((field.metadata or {}).get(SOURCE_COLUMN, field.name.encode()).decode())
+
+
+def sized_fields(layout: Layout) -> list[pa.Field]:
+    """The strings and lists of a layout, with the `source_column` of each."""
+    fields = []
+    for plain in layout.plain_fields:
+        top = next(f for f in layout.logical if f"{plain.name}.".startswith(f"{f.name}."))
+        path = source_column(top)
+        if path:
+            path += plain.name.removeprefix(top.name)
+        fields.append(plain.with_metadata({SOURCE_COLUMN: path.encode()}))
+    return fields
 
 
 def partition_types(schema: pa.Schema) -> dict[str, pa.DataType]:

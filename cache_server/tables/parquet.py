@@ -20,6 +20,7 @@ from cache_server.source.pinned import (
     Split,
     check_schema,
     partition_texts,
+    sized_fields,
     source_column,
 )
 from cache_server.sql.nested_types import with_fields
@@ -127,7 +128,7 @@ def cut(
     for file, footer in zip(files, footers, strict=True):
         groups = _groups(footer)
         fixed = (group.num_rows * layout.fixed_row_bytes for group in groups)
-        columns = [(field, _place(field, file, footer)) for field in layout.plain_fields]
+        columns = [(field, _place(field, file, footer)) for field in sized_fields(layout)]
         plain = plain_bytes(footer, columns)
         sizes = [size + sum(more) for size, more in zip(fixed, plain, strict=True)]
         wanted = max(1, min(len(groups), math.ceil(sum(sizes) / target_bytes)))

@@ -35,6 +35,17 @@ def storage_type(dtype: pa.DataType) -> pa.DataType:
     return _storage_type(dtype, is_inside=False)
 
 
+def plain_type(dtype: pa.DataType) -> pa.DataType:
+    """As `storage_type`, but dates, times and booleans stay: the type without its encoding.
+
+    Two types with the same plain type have the same values.
+
+    Raises:
+        RequestError: as `storage_type`.
+    """
+    return _storage_type(dtype, is_inside=True)
+
+
 def _storage_type(dtype: pa.DataType, *, is_inside: bool) -> pa.DataType:
     types = pa.types
     if isinstance(dtype, pa.BaseExtensionType):
@@ -46,12 +57,10 @@ def _storage_type(dtype: pa.DataType, *, is_inside: bool) -> pa.DataType:
     if not is_inside and (dtype in _PLAIN or _is_time(dtype)):
         return _PLAIN.get(dtype) or (pa.int32() if types.is_time32(dtype) else pa.int64())
     if types.is_struct(dtype):
-        fields = [f.with_type(_storage_type(f.type, is_inside=True)) for f in dtype]
-        return pa.struct([field.remove_metadata() for field in fields])
+        return pa.struct([(f.name, _storage_type(f.type, is_inside=True)) for f in dtype])
     if types.is_map(dtype):
         key = _storage_type(dtype.key_type, is_inside=True)
-        item = dtype.item_field.with_type(_storage_type(dtype.item_type, is_inside=True))
-        return pa.map_(key, item.remove_metadata(), dtype.keys_sorted)
+        return pa.map_(key, _storage_type(dtype.item_type, is_inside=True), dtype.keys_sorted)
     if types.is_list(dtype) or types.is_list_view(dtype):
         return pa.list_(_storage_type(dtype.value_type, is_inside=is_inside))
     if types.is_large_list(dtype) or types.is_large_list_view(dtype):
@@ -171,9 +180,7 @@ def _rebuilt(array: pa.Array, dtype: pa.DataType) -> pa.Array:
     """A struct, map or list with other types inside."""
     types = pa.types
     if types.is_struct(array.type):
-        children = [
-            retyped(array.field(index), field.type) for index, field in enumerate(dtype)
-        ]
+        children = [retyped(array.field(index), field.type) for index, field in enumerate(dtype)]
         return pa.Array.from_buffers(
             dtype, len(array), [_validity(array)], array.null_count, 0, children=children
         )
@@ -190,7 +197,9 @@ def _rebuilt(array: pa.Array, dtype: pa.DataType) -> pa.Array:
         )
     if types.is_map(array.type):
         keys, items = retyped(array.keys, dtype.key_type), retyped(array.items, dtype.item_type)
-        entries = pa.StructArray.from_arrays([keys, items], fields=[dtype.key_field, dtype.item_field])
+        entries = pa.StructArray.from_arrays(
+            [keys, items], fields=[dtype.key_field, dtype.item_field]
+        )
         return pa.Array.from_buffers(
             dtype, len(array), array.buffers()[:2], array.null_count, array.offset, [entries]
         )
