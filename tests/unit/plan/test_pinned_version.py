@@ -22,7 +22,7 @@ from cache_server.plan.pinned_version import (
     table_from_proto,
 )
 from cache_server.plan.pinned_version import plan_version as plan_with_pins
-from cache_server.shards.packing import ShardBuilder, storage_schema
+from cache_server.shards.packing import ShardBuilder, logical_schema
 from cache_server.source.pinned import SourceFile, Split
 from cache_server.sql import loader
 from cache_server.sql.local_tables import LocalFile
@@ -74,7 +74,7 @@ def test_a_plan_says_how_to_load_every_row_once(tmp_path: Path) -> None:
 
     assert plan.key.dataset == "t"
     assert [table.format for table in plan.tables] == ["parquet"]
-    assert plan.logical.equals(storage_schema(table_of(0).schema))
+    assert plan.logical.equals(logical_schema(table_of(0).schema))
     assert len(plan.shards) > 2
     assert (plan.keeps_every_row, plan.max_rows) == (True, 1000)
     assert load(plan).to_pylist() == table_of(1000).to_pylist()
@@ -326,7 +326,7 @@ COLUMNS = {
 
 def packed(table: pa.Table) -> pa.RecordBatch:
     (batch,) = table.combine_chunks().to_batches()
-    builder = ShardBuilder(storage_schema(batch.schema))
+    builder = ShardBuilder(logical_schema(batch.schema))
     builder.append(batch)
     return builder.layout.unpack(builder.finish())
 
