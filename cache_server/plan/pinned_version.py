@@ -17,6 +17,7 @@ import pyarrow as pa
 from cache_protocol.datasets.dataset_spec import DatasetSpec
 from cache_protocol.errors import LoadError, RequestError
 from cache_protocol.storage.layout import Layout, schema_from_bytes, with_large_offsets
+from cache_protocol.storage.nested_values import plain_type
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server import tables
 from cache_server.plan.shard_plan import (
@@ -29,7 +30,15 @@ from cache_server.plan.shard_plan import (
 )
 from cache_server.shards.packing import logical_schema
 from cache_server.shards.version_key import VersionKey
-from cache_server.source.pinned import WRITTEN, Pin, PinnedTable, SourceFile, Split, with_lineage
+from cache_server.source.pinned import (
+    WRITTEN,
+    Pin,
+    PinnedTable,
+    SourceFile,
+    Split,
+    source_type,
+    with_lineage,
+)
 from cache_server.sql import loader, queries
 from cache_server.sql.nested_types import without_views
 
@@ -192,7 +201,7 @@ def _plan(
     query = queries.check_query(
         text, schemas, allow_unordered=spec.allow_unordered, is_shortcut=spec.sql is None
     )
-    logical = _logical(query.schema)
+    logical = _logical(query, pins)
     splits = {}
     for name, pin in pins.items():
         if query.conditions and pin.prune is not None:
@@ -253,16 +262,26 @@ def _plan(
     return OpenPlan(version, dict(pins), splits, query, rows_before)
 
 
-def _logical(planned: pa.Schema) -> pa.Schema:
-    """The logical schema of a query.
+def _logical(query: queries.Query, pins: Mapping[str, Pin]) -> pa.Schema:
+    """The logical schema of a query: a column of a table that it gives keeps its type there.
 
     Raises:
         RequestError: naming the columns that cannot be stored, or repeated names.
     """
     try:
-        return logical_schema(pa.schema([f.with_type(without_views(f.type)) for f in planned]))
+        return logical_schema(pa.schema([_logical_field(f, query, pins) for f in query.schema]))
     except RequestError as error:
         raise RequestError(f"the query cannot be stored: {error}") from None
+
+
+def _logical_field(field: pa.Field, query: queries.Query, pins: Mapping[str, Pin]) -> pa.Field:
+    planned = field.with_type(without_views(field.type))
+    table, column = query.lineage.get(field.name, ("", ""))
+    if table not in pins or column not in pins[table].schema.names:
+        return planned
+    source = source_type(pins[table].schema.field(column))
+    is_same = plain_type(source).equals(plain_type(planned.type))
+    return planned.with_type(source) if is_same else planned
 
 
 def _with_offsets(logical: pa.Schema, shards: Sequence[ShardPlan] | None) -> pa.Schema:

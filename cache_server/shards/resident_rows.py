@@ -262,6 +262,7 @@ class ResidentRows:
         stored = self._shards[self._shard_at(start)]
         selection = Selection(self.layout, columns)
         schema = plain_schema(selection.layout.logical)
+        as_sql = Layout(schema, selection.layout.nulls.units)  # stored alike
         plain = [
             self._plain(stored, index, start - first, stop - start)
             for index in _plain_picks(selection)
@@ -269,7 +270,7 @@ class ResidentRows:
         fixed = selection.layout.fixed_row_bytes
         for low, high in runs_of_rows(plain, stop - start, fixed, lot_bytes):
             rows = self._slice(stored, start - first + low, high - low, selection)
-            logical = selection.layout.unpack(rows)
+            logical = as_sql.unpack(rows)
             arrays = []
             for array, field in zip(logical.columns, schema, strict=True):
                 _check_text(field.name, array)

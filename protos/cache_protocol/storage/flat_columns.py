@@ -64,7 +64,7 @@ class FlatColumn:
         if self.kind == "arrow":
             return {}
         units = {self.name: 1}
-        if pa.types.is_fixed_size_list(self.dtype):
+        if pa.types.is_fixed_size_list(storage_type(self.dtype)):
             for depth in range(1, len(self.shape) + 1):
                 units[self.name + _VALUES * depth] = math.prod(self.shape[:depth])
         return units

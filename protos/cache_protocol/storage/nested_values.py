@@ -101,7 +101,7 @@ def retyped(array: pa.Array, dtype: pa.DataType) -> pa.Array:
     if types.is_run_end_encoded(dtype):
         return pc.run_end_encode(retyped(array, dtype.value_type), run_end_type=dtype.run_end_type)
     if types.is_list_view(given) or types.is_large_list_view(given):
-        return retyped(_from_list_view(array), dtype)
+        return retyped(_from_list_view(array, dtype.value_type), dtype)
     if types.is_list_view(dtype) or types.is_large_list_view(dtype):
         return _as_list_view(array, dtype)
     if types.is_nested(given):
@@ -148,13 +148,21 @@ def _encoded(values: pa.Array, dtype: pa.DictionaryType) -> pa.Array:
     return pa.DictionaryArray.from_arrays(indices, dictionary, ordered=dtype.ordered)
 
 
-def _from_list_view(array: pa.Array) -> pa.Array:
-    lengths = pc.list_value_length(array).fill_null(0).to_numpy()
+def _from_list_view(array: pa.Array, value_type: pa.DataType) -> pa.Array:
     is_large = pa.types.is_large_list_view(array.type)
-    inner = array.type.value_field
+    inner = array.type.value_field.with_type(value_type)
+    plain = pa.Array.from_buffers(  # Arrow cannot join values of extension types
+        pa.large_list_view(inner) if is_large else pa.list_view(inner),
+        len(array),
+        array.buffers()[:3],
+        array.null_count,
+        array.offset,
+        [retyped(array.values, value_type)],
+    )
+    lengths = pc.list_value_length(plain).fill_null(0).to_numpy()
     return (pa.LargeListArray if is_large else pa.ListArray).from_arrays(
         pa.array(np.concatenate([[0], np.cumsum(lengths)]), pa.int64() if is_large else pa.int32()),
-        array.flatten(),
+        plain.flatten(),
         type=pa.large_list(inner) if is_large else pa.list_(inner),
         mask=array.is_null() if array.null_count else None,
     )
@@ -205,8 +213,13 @@ def _rebuilt(array: pa.Array, dtype: pa.DataType) -> pa.Array:
         )
     is_large = types.is_large_list(dtype)
     if types.is_large_list(array.type) != is_large:
-        inner = array.type.value_field
-        return retyped(array.cast(pa.large_list(inner) if is_large else pa.list_(inner)), dtype)
+        # A cast of Arrow loses the values of lists with columns of nulls
+        offsets = (array.offsets if len(array) else pa.array([0])).cast(pa.int64())
+        start, stop = offsets[0].as_py(), offsets[-1].as_py()
+        offsets = pc.subtract(offsets, start).cast(pa.int64() if is_large else pa.int32())
+        values = retyped(array.values.slice(start, stop - start), dtype.value_type)
+        buffers = [_validity(array), offsets.buffers()[1]]
+        return pa.Array.from_buffers(dtype, len(array), buffers, children=[values])
     values = retyped(array.values, dtype.value_type)
     return pa.Array.from_buffers(
         dtype, len(array), array.buffers()[:2], array.null_count, array.offset, [values]
