@@ -16,7 +16,7 @@ from datafusion.object_store import AmazonS3
 
 from benchmarks.processes import child_process
 from cache_protocol.storage.layout import Layout
-from cache_server.shards.packing import ShardBuilder, storage_schema
+from cache_server.shards.packing import ShardBuilder, logical_schema
 from cache_server.shards.store import ShardStore
 from cache_server.shards.version_key import VersionKey
 
@@ -109,7 +109,7 @@ def _share(context: SessionContext, node: int) -> tuple[list[int], int]:
 
 def _seal(context: SessionContext, parts: list[int], num_rows: int, store: ShardStore) -> None:
     plan = _plan(context)
-    schema = storage_schema(context.table("source").schema())
+    schema = logical_schema(context.table("source").schema())
     with store.draft(_KEY, 0, Layout(schema), num_rows) as draft:
         builder = ShardBuilder(schema, num_rows, draft)
         for part in parts:

@@ -8,13 +8,12 @@ import pyarrow as pa
 from cache_client.reading import rows as reading_rows
 from cache_protocol.storage.layout import Layout
 
-BOOL = {"cache.source_type": "bool"}
 SCHEMA = pa.schema(
     [
         pa.field("a", pa.float32(), nullable=False),
         pa.field("b", pa.float32(), nullable=False),
         pa.field("label", pa.int64(), nullable=False),
-        pa.field("ok", pa.uint8(), nullable=False, metadata=BOOL),
+        pa.field("ok", pa.bool_(), nullable=False),
         pa.field("text", pa.string()),
         pa.field("ids", pa.list_(pa.int64())),
     ]

@@ -34,6 +34,6 @@ def load_here(spec: DatasetSpec, directory: Path) -> pa.Table:
             wanted = DesiredShard(shard.index, splits=shard.splits)
             loading.load_shard(store, loading.Job(plan, wanted), spooled)
         shards = store.shards(plan.key)
-        batches = [plan.layout.unpack(shards[index].batch) for index in sorted(shards)]
+        batches = [shards[index].layout.unpack(shards[index].batch) for index in sorted(shards)]
         store.drop_version(plan.key)
     return pa.Table.from_batches(batches, plan.logical)

@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 
 from cache_protocol.storage.shard_files import MappedShard, SealedShard, Selection
-from cache_server.shards.packing import ShardBuilder, storage_schema
+from cache_server.shards.packing import ShardBuilder, logical_schema
 from cache_server.shards.resident_rows import ResidentRows
 from cache_server.shards.version_key import VersionKey
 
@@ -33,7 +33,7 @@ def rows_of(ids: Sequence[int]) -> pa.RecordBatch:
     )
 
 
-LOGICAL = storage_schema(rows_of([0]).schema)
+LOGICAL = logical_schema(rows_of([0]).schema)
 LAYOUT = ShardBuilder(LOGICAL).layout
 
 

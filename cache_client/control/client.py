@@ -154,7 +154,7 @@ class CacheClient:
         storage_options: Mapping[str, object] | None = None,
         replicas: int = 1,
         target_shard_bytes: int | str = DEFAULT_TARGET_SHARD_BYTES,
-        nulls: str = "nan",
+        nulls: str = "keep",
         readers: Sequence[str] = (),
         progress: bool = False,
         on_progress: Callable[[LoadReport], None] | None = None,
@@ -179,7 +179,7 @@ class CacheClient:
             storage_options: of ``through``, as for `DatasetSpec`.
             replicas: nodes that hold each row.
             target_shard_bytes: of a shard, stored.
-            nulls: of columns of floats: ``nan`` or ``refuse``.
+            nulls: ``keep``, or ``refuse`` to fail where a value is null.
             readers: other namespaces that may read it; ``*``: every namespace.
             progress: show a progress bar on standard error, as for `load`.
             on_progress: called in this thread with the progress.
@@ -245,7 +245,7 @@ class CacheClient:
         append: bool = False,
         replicas: int = 1,
         target_shard_bytes: int | str = DEFAULT_TARGET_SHARD_BYTES,
-        nulls: str = "nan",
+        nulls: str = "keep",
         readers: Sequence[str] = (),
         ttl_s: float = writes.DEFAULT_TTL_S,
         full_wait_s: float = writes.DEFAULT_FULL_WAIT_S,

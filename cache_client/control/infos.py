@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import pyarrow as pa
 
-from cache_protocol.storage.layout import schema_from_bytes
+from cache_protocol.storage.layout import Layout, schema_from_bytes
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.wire.load_progress import state_name
 
@@ -110,7 +110,7 @@ def dataset_info(info: pb.DatasetInfo) -> DatasetInfo:
         info.num_rows,
         info.num_bytes,
         len(info.shards),
-        schema_from_bytes(info.schema),
+        Layout(schema_from_bytes(info.schema)).logical if info.schema else pa.schema([]),
         state_name(info.state),
         {shard.index: tuple(shard.node_ids) for shard in info.shards},
         info.error.message or None,

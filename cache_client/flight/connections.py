@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from urllib.parse import unquote
 
@@ -247,6 +247,7 @@ class NodeConnection:
         *,
         rows_per_message: int = 0,
         by_shard: bool = False,
+        null_names: Collection[str] = (),
     ) -> GatherStream:
         """Opens a stream that answers row ids with rows.
 
@@ -254,6 +255,7 @@ class NodeConnection:
             timeout_s: of each request.
             rows_per_message: the most rows in one message of an answer; 0: one message.
             by_shard: row ids are numbers by shard.
+            null_names: the units of null bits to send: see `cache_protocol.storage.flat_columns`.
         """
         request = pb.GatherRequest(
             dataset=dataset,
@@ -261,6 +263,7 @@ class NodeConnection:
             columns=columns,
             rows_per_message=rows_per_message,
             by_shard=by_shard,
+            null_names=null_names,
         )
         descriptor = flight.FlightDescriptor.for_command(request.SerializeToString())
         opened_at = time.monotonic()
@@ -288,12 +291,14 @@ class NodeConnection:
         stop: int,
         *,
         rows_per_message: int = 0,
+        null_names: Collection[str] = (),
     ) -> RowStream:
         """Opens a stream of the rows of ``runs`` before row ``stop``, which one node holds.
 
         Args:
             timeout_s: of each `RowStream.receive`.
             rows_per_message: the most rows in one message; 0: those of about 2 MiB.
+            null_names: as for `open_gather`.
 
         Raises:
             RequestError: the node is of a release that has no such streams.
@@ -306,7 +311,10 @@ class NodeConnection:
             columns=columns,
             rows=pb.RowRange(start=runs.start, stop=stop),
             stored=pb.StoredRows(
-                rows_per_message=rows_per_message, run_rows=runs.length, stride=runs.stride
+                rows_per_message=rows_per_message,
+                run_rows=runs.length,
+                stride=runs.stride,
+                null_names=null_names,
             ),
         )
         usable_until = time.monotonic() + timeout_s

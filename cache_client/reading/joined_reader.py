@@ -28,8 +28,9 @@ class JoinedSource:
     """
 
     def __init__(self, sources: Sequence[Source]) -> None:
-        self._sources = sources
-        self.shards = _joined([source.shards for source in sources])
+        null_names = {name for each in sources for name in each.shards.layout.nulls.units}
+        self._sources = [source.with_nulls(null_names) for source in sources]
+        self.shards = _joined([source.shards for source in self._sources])
         self._process_shards: PerProcess[LocalShards] = PerProcess()
 
     def open_reader(

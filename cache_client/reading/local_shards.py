@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 
 from cache_client.flight.routing import ShardFile, ShardMap
-from cache_protocol.errors import CacheError
+from cache_protocol.errors import CacheError, NotReadyError
 from cache_protocol.storage.layout import Layout
 from cache_protocol.storage.mapped_table import MAPS_PER_COLUMN, MappedTable
 from cache_protocol.storage.row_index import Ids, Indices, RowIndex
@@ -71,6 +71,7 @@ class LocalShards:
         self._starts = shards.starts
         self._index = RowIndex(shards.starts, shards.stop)
         self._columns = columns
+        self._null_names = tuple(shards.layout.nulls.units)
         self._lock = threading.Lock()
         self._table: MappedTable | None = None
         self._selection: Selection | None = None
@@ -163,22 +164,24 @@ class LocalShards:
             mapped = _map_file(sealed, path)
             if mapped.file.size != sealed.num_bytes:
                 raise ValueError(f"{mapped.file.size} bytes instead of {sealed.num_bytes}")
-            if self._layout is not None and mapped.layout.schema != self._layout.schema:
+            layout = mapped.layout.with_nulls(self._null_names)
+            if self._layout is not None and layout.schema != self._layout.schema:
                 raise ValueError("other columns than in the other shards")
+            Selection(mapped.layout, self._columns, self._null_names)  # no others have nulls
             if mapped.batch.num_rows != sealed.num_rows:
                 raise ValueError(f"{mapped.batch.num_rows} rows, not {sealed.num_rows}")
             _check_bytes(mapped)
             if self._table is None:
-                self._layout = mapped.layout
-                selection = self._selection = Selection(mapped.layout, self._columns)
+                self._layout = layout
+                selection = self._selection = Selection(layout, self._columns, self._null_names)
                 self._table = MappedTable(
-                    mapped.layout,
+                    layout,
                     self._starts,
                     self._num_rows,
-                    only=[index for index, _ in selection.picks],
+                    only=[index for index, _ in selection.picks if index is not None],
                 )
             self._table.attach(shard, mapped)
-        except (OSError, ValueError, pa.ArrowException) as error:
+        except (OSError, ValueError, pa.ArrowException, NotReadyError) as error:
             del self._files[shard]
             logger.info("shard file lost path=%s reason=%s", path, error)
             raise ShardFileLostError(f"cannot read {path}: {error}") from None

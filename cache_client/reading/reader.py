@@ -469,6 +469,7 @@ class Reader:
                 runs,
                 router.end_of_node(runs.start),
                 rows_per_message=self._rows_per_message,
+                null_names=router.shards.layout.nulls.units,
             ),
             _PATIENCE_S if self._has_replicas else math.inf,
         )
@@ -482,6 +483,7 @@ class Reader:
             self._request_timeout_s,
             rows_per_message=self._rows_per_message,
             by_shard=shards.log is not None,
+            null_names=shards.layout.nulls.units,
         )
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from dataclasses import replace
+
 from cache_client.flight.routing import ShardMap
 from cache_client.reading.counts import ReadCounts
 from cache_client.reading.local_shards import LocalShards
@@ -46,6 +49,20 @@ class Source:
         self.local = local
         self._process_shards: PerProcess[LocalShards] = PerProcess()
         self._process_health: PerProcess[NodeHealth] = PerProcess()
+
+    def with_nulls(self, null_names: Collection[str]) -> Source:
+        """The same rows, with these units of null bits."""
+        layout = self.shards.layout
+        if layout.nulls.units.keys() == set(null_names):
+            return self
+        return Source(
+            self.endpoint,
+            replace(self.shards, logical=layout.with_nulls(null_names).described),
+            self.columns,
+            self._credentials,
+            deadline_s=self._deadline_s,
+            local=self.local,
+        )
 
     def open_reader(
         self, *, replica_offset: int, rows_per_message: int, counts: ReadCounts

@@ -307,7 +307,9 @@ def _joined(
         hashlib.sha256(view.identity.encode()).hexdigest()[:32],
         source,
         replace(first.job_view, view=view, assembler=assembler),
-        first.layout,
+        first.layout.with_nulls(
+            {name for each in datasets.values() for name in each.opened.layout.nulls.units}
+        ),
         config.window_sizes(source.shards, view.rows_per_slot),
         tuple(dict.fromkeys(n for each in datasets.values() for n in each.opened.nodes)),
     )

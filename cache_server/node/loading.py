@@ -186,7 +186,7 @@ def load_shard(store: ShardStore, job: Job, spooled: SpooledTables) -> None:
             _append(builder, batch, what)
             job.rows = builder.num_rows
         batch = _finish(job, builder, ", ".join(map(str, splits)))
-        store.seal(job.key, index, batch, draft, builder.nans)
+        store.seal(job.key, index, batch, draft, builder.nulls)
 
 
 def move_put(store: ShardStore, job: Job) -> None:
@@ -221,7 +221,7 @@ def run_whole(store: ShardStore, job: Job) -> int:
         nonlocal num_shards, builder
         if not job.missing or num_shards in job.missing:
             batch = _finish(job, builder, f"the result of {job.plan.sql!r}")
-            store.seal(job.key, num_shards, batch, nulls=builder.nans)
+            store.seal(job.key, num_shards, batch, nulls=builder.nulls)
         num_shards += 1
         builder = ShardBuilder(job.plan.logical, refuse_nulls=job.plan.refuse_nulls)
 

@@ -236,7 +236,9 @@ class Puts:
                         self._store.draft(key, index, layout, num_rows, wait.grow)
                     )
                 )
-            builder = ShardBuilder(layout.logical, num_rows, draft, refuse_nulls=write.refuse_nulls)
+            builder = ShardBuilder(
+                layout.described, num_rows, draft, refuse_nulls=write.refuse_nulls
+            )
             for batch in batches:
                 try:
                     builder.append(batch)
@@ -245,10 +247,10 @@ class Puts:
             stored = builder.finish()
             if draft is None:
                 mapped = wait.for_room(
-                    lambda: self._store.seal(key, index, stored, nulls=builder.nans)
+                    lambda: self._store.seal(key, index, stored, nulls=builder.nulls)
                 )
             else:
-                mapped = self._store.seal(key, index, stored, draft, builder.nans)
+                mapped = self._store.seal(key, index, stored, draft, builder.nulls)
         sealed = mapped.sealed
         return pb.SealedShard(
             num_rows=sealed.num_rows,

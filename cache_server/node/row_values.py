@@ -27,9 +27,9 @@ from cache_protocol.errors import NodeUnavailableError, NotReadyError, RequestEr
 from cache_protocol.storage.memory_budget import ExpressionMemory
 from cache_server.node.turns import Turns
 from cache_server.shards.resident_rows import ResidentRows
-from cache_server.shards.sql_types import sql_schema
 from cache_server.shards.version_key import VersionKey
 from cache_server.sql import sql_process
+from cache_server.sql.plain_columns import plain_schema
 from cache_server.sql.row_queries import (
     ROW_SCHEMA,
     RowQuery,
@@ -264,7 +264,7 @@ class RowValues:
     ) -> tuple[pa.Schema, list[pa.Array]]:
         """The schema and the values of a query, from another process."""
         limits = Limits(self._memory_bytes, MAX_TURN_S, caller.check)
-        schema = sql_schema(rows.layout.logical)
+        schema = plain_schema(rows.layout.logical)
         with sql_process.lease() as process:
             try:
                 query = self._query(process, limits, (expression, where, schema))

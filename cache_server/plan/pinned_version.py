@@ -15,8 +15,9 @@ from functools import cached_property
 import pyarrow as pa
 
 from cache_protocol.datasets.dataset_spec import DatasetSpec
-from cache_protocol.errors import LoadError
-from cache_protocol.storage.layout import Layout, schema_from_bytes
+from cache_protocol.errors import LoadError, RequestError
+from cache_protocol.storage.layout import Layout, schema_from_bytes, with_large_offsets
+from cache_protocol.storage.nested_values import plain_type
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server import tables
 from cache_server.plan.shard_plan import (
@@ -27,12 +28,21 @@ from cache_server.plan.shard_plan import (
     varying_bytes,
     with_contents,
 )
-from cache_server.shards.packing import storage_schema, storage_type, with_large_offsets
+from cache_server.shards.packing import logical_schema
 from cache_server.shards.version_key import VersionKey
-from cache_server.source.pinned import WRITTEN, Pin, PinnedTable, SourceFile, Split, with_lineage
+from cache_server.source.pinned import (
+    WRITTEN,
+    Pin,
+    PinnedTable,
+    SourceFile,
+    Split,
+    source_type,
+    with_lineage,
+)
 from cache_server.sql import loader, queries
+from cache_server.sql.nested_types import without_views
 
-_STORAGE_FORMAT = 9  # part of every fingerprint; raise it when the stored bytes change
+_STORAGE_FORMAT = 10  # part of every fingerprint; raise it when the stored bytes change
 # The most bytes of all tables that every node reads whole, beside one that is read by splits.
 _SMALL_BYTES = 256 * 1024 * 1024
 # Estimated bytes of strings and lists in a shard that may outgrow 32-bit offsets, with some room.
@@ -49,7 +59,7 @@ class PinnedVersion:
         spec: as last requested; replicas and secrets are not part of the version.
         sql: over ``tables``.
         tables: the first is read split by split, the others whole; all whole for a whole query.
-        logical: schema of the stored columns.
+        logical: schema of the rows.
         shards: in row order; None for a whole query, whose result is cut at the end.
         keeps_every_row: the splits tell the exact number of rows.
         comparable: planning again tells whether the source changed.
@@ -191,7 +201,7 @@ def _plan(
     query = queries.check_query(
         text, schemas, allow_unordered=spec.allow_unordered, is_shortcut=spec.sql is None
     )
-    logical = storage_schema(query.schema)
+    logical = _logical(query, pins)
     splits = {}
     for name, pin in pins.items():
         if query.conditions and pin.prune is not None:
@@ -250,6 +260,28 @@ def _plan(
     )
     version = _sharing(version, pins, before)
     return OpenPlan(version, dict(pins), splits, query, rows_before)
+
+
+def _logical(query: queries.Query, pins: Mapping[str, Pin]) -> pa.Schema:
+    """The logical schema of a query: a column of a table that it gives keeps its type there.
+
+    Raises:
+        RequestError: naming the columns that cannot be stored, or repeated names.
+    """
+    try:
+        return logical_schema(pa.schema([_logical_field(f, query, pins) for f in query.schema]))
+    except RequestError as error:
+        raise RequestError(f"the query cannot be stored: {error}") from None
+
+
+def _logical_field(field: pa.Field, query: queries.Query, pins: Mapping[str, Pin]) -> pa.Field:
+    planned = field.with_type(without_views(field.type))
+    table, column = query.lineage.get(field.name, ("", ""))
+    if table not in pins or column not in pins[table].schema.names:
+        return planned
+    source = source_type(pins[table].schema.field(column))
+    is_same = plain_type(source).equals(plain_type(planned.type))
+    return planned.with_type(source) if is_same else planned
 
 
 def _with_offsets(logical: pa.Schema, shards: Sequence[ShardPlan] | None) -> pa.Schema:
@@ -341,13 +373,14 @@ def _unsized_columns(
     if driver is None:
         return ()
     known = {name for name, (table, _) in query.lineage.items() if table == driver}
-    return tuple(f.name for f in Layout(logical).plain_fields if f.name not in known)
+    return tuple(
+        f.name for f in Layout(logical).plain_fields if f.name.partition(".")[0] not in known
+    )
 
 
 def _storable(schema: pa.Schema) -> pa.Schema:
     """The columns of ``schema`` that can be stored, for estimates."""
-    kept = [field for field in schema if storage_type(field.type) is not None]
-    return storage_schema(pa.schema(kept)) if kept else pa.schema([])
+    return pa.schema([field for field in schema if not pa.types.is_union(field.type)])
 
 
 def table_to_proto(table: PinnedTable) -> pb.PinnedTable:
@@ -423,7 +456,7 @@ def _fingerprint(
             for table in spec.tables
         ],
     }
-    if spec.nulls != "nan":  # so that other fingerprints stay
+    if spec.nulls != "keep":  # so that other fingerprints stay
         content["nulls"] = spec.nulls
     text = json.dumps(content, sort_keys=True, separators=(",", ":"), default=list)
     return hashlib.sha256(text.encode()).hexdigest()[:32]

@@ -14,11 +14,13 @@ import pyarrow as pa
 
 from cache_protocol.datasets.dataset_spec import DatasetSpec
 from cache_protocol.errors import RequestError
+from cache_protocol.storage.layout import with_large_offsets
+from cache_protocol.storage.nested_values import plain_type
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.plan.pinned_version import PinnedVersion
 from cache_server.plan.shard_plan import ShardPlan, with_contents
 from cache_server.shards.checked_names import MAX_SHARDS
-from cache_server.shards.packing import storage_schema, storage_type, with_large_offsets
+from cache_server.shards.packing import logical_schema
 from cache_server.shards.put_key import PutKey
 from cache_server.shards.version_key import VersionKey
 from cache_server.source.pinned import WRITTEN, PinnedTable, SourceFile, Split
@@ -65,7 +67,7 @@ def stored_schema(
     Raises:
         RequestError: names every column that cannot be stored, or is another one in ``before``.
     """
-    logical = storage_schema(arriving)
+    logical = logical_schema(arriving)
     if before is None:
         return with_large_offsets(logical) if target_shard_bytes > _LARGE_BYTES else logical
     if problems := column_problems(arriving, before.logical):
@@ -84,16 +86,8 @@ def column_problems(arriving: pa.Schema, logical: pa.Schema) -> list[str]:
         f"column {field.name!r} as {came}, stored as {field.type}"
         for field in logical
         for came in [arriving.field(field.name).type]
-        if not _is_same(storage_type(came), field.type)
+        if not plain_type(came).equals(plain_type(field.type))
     ]
-
-
-def _is_same(stored: pa.DataType | None, logical: pa.DataType) -> bool:
-    """Whether a column is stored with these types; a large one also takes the other."""
-    large = {pa.large_string(): pa.string(), pa.large_binary(): pa.binary()}
-    if stored is not None and pa.types.is_large_list(logical) and pa.types.is_list(stored):
-        return _is_same(stored.value_type, logical.value_type)
-    return stored is not None and (stored.equals(logical) or large.get(logical) == stored)
 
 
 def appended_spec(spec: DatasetSpec, before: DatasetSpec) -> DatasetSpec:
@@ -101,7 +95,7 @@ def appended_spec(spec: DatasetSpec, before: DatasetSpec) -> DatasetSpec:
     content = spec.to_proto()
     content.replicas = max(spec.replicas, before.replicas)
     content.readers.extend(name for name in before.readers if name not in spec.readers)
-    if before.nulls == "nan":
+    if before.nulls == "keep":
         content.nulls = before.nulls
     return DatasetSpec.from_proto(content)
 

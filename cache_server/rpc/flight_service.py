@@ -131,7 +131,7 @@ class FlightService(flight.FlightServerBase):
         try:
             with self._call(context) as call:
                 request, info, _ = self._resolve(descriptor, call.principal.viewer)
-                return flight.SchemaResult(layout_of(info).select(request.columns).logical)
+                return flight.SchemaResult(layout_of(info).select(request.columns).described)
         except flight.FlightError as error:
             reason = f"{type(error).__name__}: {error}"
         raise UnformattedError(reason)
@@ -190,7 +190,7 @@ class FlightService(flight.FlightServerBase):
                 f"runs must be as long as their stride at most, got {wanted.run_rows} rows of "
                 f"every {wanted.stride}"
             )
-        selection = Selection(rows.layout, list(request.columns))
+        selection = Selection(rows.layout, list(request.columns), wanted.null_names)
         rows.check_range(start, stop)
         row_bytes = rows.mean_row_bytes(selection)
         max_rows = wanted.rows_per_message or max(1, _MESSAGE_BYTES // max(1, row_bytes))
@@ -291,7 +291,7 @@ class FlightService(flight.FlightServerBase):
                 )
                 read = Read(rows.key.dataset, "exchange")
                 if selection is None:
-                    selection = Selection(rows.layout, list(request.columns))
+                    selection = Selection(rows.layout, list(request.columns), request.null_names)
                     row_bytes = rows.mean_row_bytes(selection)
                     writer.begin(selection.layout.schema)
                 num_bytes = _message_bytes(len(row_ids), request.rows_per_message, row_bytes)

@@ -2,8 +2,11 @@
 
 The schema and the number of rows give the place of each packed or matrix column in an Arrow IPC
 file. So the file is made first, and a `ShardBuilder` writes rows to it. Then Arrow writes the rest
-around them: the messages and the plain columns, which the layout puts last. Rows are written, not
-copied into a map: first touching a page of a map costs twice as much as writing it.
+around them: the messages, the plain columns and the null bits, which the layout puts last. Rows are
+written, not copied into a map: first touching a page of a map costs twice as much as writing it.
+
+Which columns have nulls is known at the end, and the messages say it. So there is room for the
+longest messages, and shorter ones are padded.
 """
 
 from __future__ import annotations
@@ -17,10 +20,13 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from cache_protocol.storage.flat_columns import nodes
 from cache_protocol.storage.layout import Layout, Matrix, from_matrix
 from cache_server.shards.checksums import PieceDigests
 
 _STEP_BYTES = 8 << 20
+_PADDING_KEY, _PADDING_BYTES = b"cache.padding", 256
+_MOST_TRIES = 4  # of a padding
 
 
 class ShardDraft:
@@ -56,7 +62,9 @@ class ShardDraft:
         self._digests = PieceDigests()
         self._file = path.open("r+b")
         try:
-            self._offsets, self._end = _places(layout, num_rows)
+            units = [name for node in nodes(layout.tree) for name in node.null_units]
+            longest = layout.with_nulls(units)
+            self._offsets, self._end = _places(longest, num_rows, _PADDING_BYTES)
             if grow is not None:
                 os.ftruncate(self._file.fileno(), self._end)  # takes no room
             else:  # a full disk shows at the beginning of a load
@@ -99,9 +107,21 @@ class ShardDraft:
             batch: of the draft's layout. Columns of other memory are copied.
         """
         mapped = 0 if self._map is None else np.frombuffer(self._map, np.uint8).ctypes.data
+        padding = self._padding(Layout.of_stored(batch.schema))
         sink = _Sink(self._write_at, mapped)
-        _write(sink, batch)
+        _write(sink, batch, padding)
         os.ftruncate(self._file.fileno(), sink.position)
+
+    def _padding(self, layout: Layout) -> int:
+        """The padding with which each column has the same place as in the longest layout."""
+        padding = _PADDING_BYTES
+        for _ in range(_MOST_TRIES):
+            places, _ = _places(layout, self._num_rows, padding)
+            missing = {self._offsets[index] - place for index, place in places.items()}
+            if missing == {0}:
+                return padding
+            padding += min(missing)
+        raise AssertionError(f"no padding of {layout.schema} gives {self._offsets}")
 
     def digests(self) -> bytes:
         """The digests of the complete file; most of it was hashed while it was written."""
@@ -116,7 +136,7 @@ class ShardDraft:
             view, at = view[written:], at + written
 
 
-def _places(layout: Layout, num_rows: int) -> tuple[dict[int, int], int]:
+def _places(layout: Layout, num_rows: int, padding: int) -> tuple[dict[int, int], int]:
     """Where each packed or matrix column begins in the file, and where the last one ends."""
     columns = [
         from_matrix(_untouched(num_rows, column.width, column.dtype), column.field)
@@ -125,11 +145,11 @@ def _places(layout: Layout, num_rows: int) -> tuple[dict[int, int], int]:
         for column in layout.columns
     ]
     sink = _Sink(None, 0)
-    _write(sink, pa.RecordBatch.from_arrays(columns, schema=layout.schema))
+    _write(sink, pa.RecordBatch.from_arrays(columns, schema=layout.schema), padding)
     places = {}
     end = 0
     for index, column in enumerate(layout.columns):
-        if column.dtype is not None:
+        if column.dtype is not None and column.kind != "nulls":
             values = columns[index].flatten().buffers()[1]
             places[index] = sink.places[values.address]
             end = places[index] + num_rows * column.width * column.dtype.itemsize
@@ -141,9 +161,11 @@ def _untouched(rows: int, width: int, dtype: np.dtype[np.generic]) -> Matrix:
     return np.frombuffer(mmap.mmap(-1, rows * width * dtype.itemsize), dtype).reshape(rows, width)
 
 
-def _write(sink: _Sink, batch: pa.RecordBatch) -> None:
-    with pa.PythonFile(sink, "w") as file, shard_writer(file, batch.schema) as writer:
-        writer.write_batch(batch)
+def _write(sink: _Sink, batch: pa.RecordBatch, padding: int) -> None:
+    metadata = {**(batch.schema.metadata or {}), _PADDING_KEY: b" " * padding}
+    padded = batch.replace_schema_metadata(metadata)
+    with pa.PythonFile(sink, "w") as file, shard_writer(file, padded.schema) as writer:
+        writer.write_batch(padded)
 
 
 def shard_writer(sink: pa.NativeFile, schema: pa.Schema) -> pa.ipc.RecordBatchFileWriter:

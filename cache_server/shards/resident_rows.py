@@ -19,7 +19,7 @@ from cache_protocol.errors import (
     NotReadyError,
     RequestError,
 )
-from cache_protocol.storage.layout import Layout, from_matrix, nest
+from cache_protocol.storage.layout import Layout, from_matrix
 from cache_protocol.storage.mapped_table import MappedTable
 from cache_protocol.storage.row_index import Ids, Indices, RowIndex, RowRuns
 from cache_protocol.storage.shard_files import (
@@ -29,8 +29,8 @@ from cache_protocol.storage.shard_files import (
     are_consecutive,
     empty_batch,
 )
-from cache_server.shards.sql_types import sql_column, sql_schema
 from cache_server.shards.version_key import VersionKey
+from cache_server.sql.plain_columns import plain_column, plain_schema
 
 _MOST_TIMES = 4  # as long as wanted a message may be
 _MOST_SIZED = 64  # shards whose values are measured for a mean
@@ -76,12 +76,18 @@ def runs_of_rows(
             yield at + first, at + last
 
 
+def _plain_picks(selection: Selection) -> list[int]:
+    """The stored indices of the plain columns of a selection."""
+    picked = zip(selection.layout.columns, selection.picks, strict=True)
+    return [index for column, (index, _) in picked if column.kind == "plain" and index is not None]
+
+
 class ResidentRows:
     """The rows of one version that this node serves: an immutable, thread-safe snapshot.
 
     Args:
         key: for messages.
-        layout: of the stored batches.
+        layout: of the stored batches, without null bits.
         num_rows: of the whole version.
         shards: each with its first row id.
         on_damage: called with a shard whose offsets of strings or lists lie outside of their
@@ -97,7 +103,8 @@ class ResidentRows:
         on_damage: Callable[[MappedShard], object] = lambda shard: None,
     ) -> None:
         self.key = key
-        self.layout = layout
+        names = {name for shard in shards.values() for name in shard.layout.nulls.units}
+        self.layout = layout.with_nulls(names)
         self.num_rows = num_rows
         ordered = sorted((start, s) for start, s in shards.items() if s.sealed.num_rows)
         self._shards = [shard for _, shard in ordered]
@@ -155,8 +162,7 @@ class ResidentRows:
         Raises:
             NotReadyError: a shard is damaged.
         """
-        picked = zip(selection.layout.columns, selection.picks, strict=True)
-        plain = [index for column, (index, _) in picked if column.kind == "plain"]
+        plain = _plain_picks(selection)
         fixed = selection.layout.fixed_row_bytes
         shards = self._shards[:: -(-len(self._shards) // _MOST_SIZED) or 1]
         if not plain or not shards:
@@ -225,8 +231,7 @@ class ResidentRows:
         self, start: int, stop: int, message_bytes: int, selection: Selection
     ) -> Iterator[pa.RecordBatch]:
         """Like `slices`, in batches of about ``message_bytes``; a longer row is one batch."""
-        picked = zip(selection.layout.columns, selection.picks, strict=True)
-        plain = [index for column, (index, _) in picked if column.kind == "plain"]
+        plain = _plain_picks(selection)
         fixed = selection.layout.fixed_row_bytes
         at = start
         while at < stop:
@@ -255,27 +260,21 @@ class ResidentRows:
         """
         first, _ = self.shard_range(start, stop)
         stored = self._shards[self._shard_at(start)]
-        schema = sql_schema(pa.schema([self.layout.logical.field(name) for name in columns]))
-        places = [self.layout.place(name) for name in columns]
-        packed = [column.kind == "packed" for column in self.layout.columns]
+        selection = Selection(self.layout, columns)
+        schema = plain_schema(selection.layout.logical)
+        as_sql = Layout(schema, selection.layout.nulls.units)  # stored alike
         plain = [
             self._plain(stored, index, start - first, stop - start)
-            for index, _ in places
-            if not packed[index]
+            for index in _plain_picks(selection)
         ]
-        fixed = sum(stored.matrices[index].itemsize for index, _ in places if packed[index])
+        fixed = selection.layout.fixed_row_bytes
         for low, high in runs_of_rows(plain, stop - start, fixed, lot_bytes):
+            rows = self._slice(stored, start - first + low, high - low, selection)
+            logical = as_sql.unpack(rows)
             arrays = []
-            for (index, position), field in zip(places, schema, strict=True):
-                at = start - first + low
-                if packed[index]:
-                    matrix = stored.matrices[index][at : at + high - low]
-                    array = pa.array(np.ascontiguousarray(matrix[:, position]))
-                else:
-                    array = self._plain(stored, index, at, high - low)
-                    _check_text(field.name, array)
-                    array = array if index not in stored.matrices else nest(array, field.type)
-                arrays.append(sql_column(array, field.type))
+            for array, field in zip(logical.columns, schema, strict=True):
+                _check_text(field.name, array)
+                arrays.append(plain_column(array, field.type))
             yield pa.RecordBatch.from_arrays(arrays, schema=schema)
 
     def _plain(self, shard: MappedShard, index: int, offset: int, rows: int) -> pa.Array:
@@ -350,10 +349,16 @@ class ResidentRows:
     ) -> pa.RecordBatch:
         arrays: list[pa.Array] = []
         for pick, (index, positions) in enumerate(selection.picks):
+            column = selection.layout.columns[pick]
+            if column.kind == "nulls":
+                bits = shard.null_bits(selection.layout.nulls, slice(offset, offset + rows))
+                found = selection.no_nulls(rows) if bits is None else np.ascontiguousarray(bits)
+                arrays.append(from_matrix(found, column.field))
+                continue
+            assert index is not None
             if positions is None:
                 arrays.append(self._plain(shard, index, offset, rows))
             else:
                 part = shard.matrices[index][offset : offset + rows]
-                field = selection.layout.columns[pick].field
-                arrays.append(from_matrix(selection.narrow(pick, part), field))
+                arrays.append(from_matrix(selection.narrow(pick, part), column.field))
         return pa.RecordBatch.from_arrays(arrays, schema=selection.layout.schema)

@@ -236,7 +236,9 @@ class ShardStore:
                 write_shard_file(temporary, batch)
                 digests = file_digests(temporary)
             size_of_file, checksum = temporary.stat().st_size, checksum_of(digests)
-            return SealedShard(index, batch.num_rows, size_of_file, checksum, nulls or {}, digests)
+            return SealedShard(
+                index, batch.num_rows, size_of_file, checksum, dict(nulls or {}), digests
+            )
 
         return self._keep(key, index, temporary, size, write)
 

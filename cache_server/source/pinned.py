@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,12 +12,16 @@ from urllib.parse import unquote
 
 import pyarrow as pa
 
+from cache_protocol.storage.layout import Layout, schema_from_bytes
+
 PARTITION = b"cache.partition"  # in the metadata of a field whose values are in paths
 GIVEN = b"cache.given"  # in the metadata of a field whose type the spec gives
 SOURCE_COLUMN = b"cache.source_column"  # in the metadata of a stored field: see `with_lineage`
 BY_ARROW = b"cache.by_arrow"  # in the metadata of a Parquet field that only Arrow reads correctly
 # In the metadata of a Parquet field that has values where a struct in it is null.
 UNDER_NULLS = b"cache.under_nulls"
+# In the metadata of a field that is read as another type with the same values: see `source_type`.
+_SOURCE_TYPE = b"cache.source_type"
 WRITTEN = "written"  # the format of a table whose rows were put by writers
 _HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
 
@@ -195,6 +200,41 @@ def source_column(field: pa.Field) -> str:
         with dots for a field of a struct; empty if there is none.
     """
     return str((field.metadata or {}).get(SOURCE_COLUMN, field.name.encode()).decode())
+
+
+def with_source_type(read: pa.Field, source: pa.Field) -> pa.Field:
+    """``read`` with a note of the type that the column has in its source."""
+    if read.type.equals(source.type):
+        return read
+    encoded = base64.b64encode(pa.schema([source.remove_metadata()]).serialize().to_pybytes())
+    return read.with_metadata({**(read.metadata or {}), _SOURCE_TYPE: encoded})
+
+
+def source_type(field: pa.Field) -> pa.DataType:
+    """The type that a column has in its source, which may be another encoding of its values."""
+    encoded = (field.metadata or {}).get(_SOURCE_TYPE)
+    if encoded is None:
+        return field.type
+    return schema_from_bytes(base64.b64decode(encoded)).field(0).type
+
+
+def without_source_type(field: pa.Field) -> pa.Field:
+    """``field`` for a column that has several types in its source."""
+    metadata = dict(field.metadata or {})
+    metadata.pop(_SOURCE_TYPE, None)
+    return field.with_metadata(metadata)
+
+
+def sized_fields(layout: Layout) -> list[pa.Field]:
+    """The strings and lists of a layout, with the `source_column` of each."""
+    fields = []
+    for plain in layout.plain_fields:
+        top = next(f for f in layout.logical if f"{plain.name}.".startswith(f"{f.name}."))
+        path = source_column(top)
+        if path:
+            path += plain.name.removeprefix(top.name)
+        fields.append(plain.with_metadata({SOURCE_COLUMN: path.encode()}))
+    return fields
 
 
 def partition_types(schema: pa.Schema) -> dict[str, pa.DataType]:

@@ -25,7 +25,14 @@ from datafusion import DataFrame, RuntimeEnvBuilder, SessionContext
 from cache_protocol.cli.output import size
 from cache_protocol.datasets.dataset_spec import TABLE
 from cache_protocol.errors import LoadError
-from cache_server.source.pinned import GIVEN, PinnedTable, Split, check_schema, no_rows
+from cache_server.source.pinned import (
+    GIVEN,
+    PinnedTable,
+    Split,
+    check_schema,
+    no_rows,
+    with_source_type,
+)
 from cache_server.sql import sql_process
 from cache_server.sql.bounded import is_unbounded
 from cache_server.sql.formats import json_rows, json_types
@@ -103,7 +110,9 @@ def infer_schema(
         check_first_bytes(path, format)
         if format == "arrow":
             with pa.OSFile(str(path)) as file:
-                schema = open_arrow(file).schema.remove_metadata()
+                given = open_arrow(file).schema.remove_metadata()
+                pairs = zip(plain_schema(given), given, strict=True)
+                schema = pa.schema([with_source_type(field, source) for field, source in pairs])
         else:
             schema = (
                 _schema_of_csv(path, is_whole, escape)

@@ -26,3 +26,12 @@ def with_fields(dtype: pa.DataType, change: Callable[[pa.Field], pa.Field]) -> p
     if types.is_fixed_size_list(dtype):
         return pa.list_(change(dtype.value_field), dtype.list_size)
     return dtype
+
+
+def without_views(dtype: pa.DataType) -> pa.DataType:
+    """A type with strings and binaries in place of their views, which are DataFusion's choice."""
+    if dtype == pa.string_view():
+        return pa.string()
+    if dtype == pa.binary_view():
+        return pa.binary()
+    return with_fields(dtype, lambda field: field.with_type(without_views(field.type)))

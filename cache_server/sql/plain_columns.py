@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
+from cache_protocol.storage.nested_values import decoded
 from cache_server.sql.nested_types import with_fields
 
 
@@ -21,7 +23,9 @@ def plain_schema(schema: pa.Schema) -> pa.Schema:
 
 def plain_type(dtype: pa.DataType) -> pa.DataType:
     """The type of a column of type ``dtype`` after `plain_column`."""
-    if pa.types.is_dictionary(dtype):
+    if isinstance(dtype, pa.BaseExtensionType):
+        return plain_type(dtype.storage_type)
+    if pa.types.is_dictionary(dtype) or pa.types.is_run_end_encoded(dtype):
         return plain_type(dtype.value_type)
     return with_fields(dtype, _plain_field)
 
@@ -49,8 +53,12 @@ def plain_column(array: pa.Array, dtype: pa.DataType) -> pa.Array:
         dtype: from `plain_type`, maybe with other names of list items.
     """
     types = pa.types
+    if isinstance(array, pa.ExtensionArray):
+        return plain_column(array.storage, dtype)
     if types.is_dictionary(array.type):
-        return plain_column(_decoded(array), dtype)
+        return plain_column(decoded(array), dtype)
+    if types.is_run_end_encoded(array.type):
+        return plain_column(pc.run_end_decode(array), dtype)
     if types.is_struct(array.type) and array.type.num_fields:
         fields = [
             plain_column(child, field.type)
@@ -71,17 +79,6 @@ def plain_column(array: pa.Array, dtype: pa.DataType) -> pa.Array:
         values = plain_column(array.values, dtype.value_type)
         return _rebuilt(array, dtype, array.buffers()[:2], values)
     return array
-
-
-def _decoded(array: pa.DictionaryArray) -> pa.Array:
-    """The values of a dictionary column."""
-    view = array.type.value_type
-    if not (pa.types.is_string_view(view) or pa.types.is_binary_view(view)):
-        return array.dictionary_decode()
-    # Arrow cannot take values from views.
-    kind = pa.large_string() if pa.types.is_string_view(view) else pa.large_binary()
-    values = array.dictionary.cast(kind)
-    return pa.DictionaryArray.from_arrays(array.indices, values).dictionary_decode().cast(view)
 
 
 def _plain_field(field: pa.Field) -> pa.Field:

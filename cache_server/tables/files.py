@@ -352,7 +352,15 @@ def _common_arrow_schema(
     files: Sequence[SourceFile], schemas: Sequence[pa.Schema], table: TableSpec
 ) -> pa.Schema:
     """The columns of Arrow files, with `BY_ARROW` where a file has others: see `arrow_reader`."""
-    stored = [storage_schema(schema) for schema in schemas]
+    stored = [
+        pa.schema(
+            [
+                plain.with_metadata(field.metadata)
+                for plain, field in zip(storage_schema(schema), schema, strict=True)
+            ]
+        )
+        for schema in schemas
+    ]
     common = parquet.common_schema(
         files, stored, missing=table.missing_columns, widen=table.schema == "union"
     )
@@ -367,7 +375,7 @@ def _common_arrow_schema(
     ]
     return pa.schema(
         [
-            field.with_metadata({BY_ARROW: b""} if other else {})
+            field.with_metadata({**(field.metadata or {}), BY_ARROW: b""}) if other else field
             for field, other in zip(common, is_other, strict=True)
         ]
     )

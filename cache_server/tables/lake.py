@@ -23,7 +23,7 @@ from cache_server.egress.gate import why_unreachable
 from cache_server.object_stores.connections import from_env
 from cache_server.object_stores.options import option_value
 from cache_server.secrets.redaction import redacted, secret_values
-from cache_server.source.pinned import SourceFile, Split
+from cache_server.source.pinned import SourceFile, Split, sized_fields
 from cache_server.sql.formats.batch_rows import batch_rows
 from cache_server.tables.column_sizes import Place, plain_bytes, row_bytes
 from cache_server.tables.common_types import storage_column
@@ -210,7 +210,7 @@ def cut(
         if found is None:
             return None
         footer, place_of = found
-        columns = [(field, place_of(field)) for field in layout.plain_fields]
+        columns = [(field, place_of(field)) for field in sized_fields(layout)]
         return sum(map(sum, plain_bytes(footer, columns)))
 
     with ThreadPoolExecutor(_FOOTER_THREADS) as pool:

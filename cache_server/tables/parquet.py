@@ -20,7 +20,11 @@ from cache_server.source.pinned import (
     Split,
     check_schema,
     partition_texts,
+    sized_fields,
     source_column,
+    source_type,
+    with_source_type,
+    without_source_type,
 )
 from cache_server.sql.nested_types import with_fields
 from cache_server.sql.plain_columns import hides_values, plain_schema
@@ -57,6 +61,7 @@ def common_schema(
         LoadError: naming a file whose columns differ in type, are missing, or repeat a name.
     """
     fields: dict[str, pa.Field] = {}
+    several: set[str] = set()  # columns with several types in their files
     first_of = {id(schema): index for index, schema in reversed(list(enumerate(schemas)))}
     different = [(files[index], schemas[index]) for index in sorted(first_of.values())]
     for file, schema in different:
@@ -78,7 +83,9 @@ def common_schema(
             if field.metadata:
                 known = fields[field.name] = known.with_metadata(field.metadata)
             if field.nullable:
-                fields[field.name] = known.with_nullable(True)
+                known = fields[field.name] = known.with_nullable(True)
+            if not source_type(known).equals(source_type(field)):
+                several.add(field.name)
     for file, schema in different:
         names = set(schema.names)
         absent = [name for name in fields if name not in names]
@@ -89,6 +96,7 @@ def common_schema(
                 f"{', '.join(absent)} missing; missing_columns: null makes them null"
             )
         fields |= {name: fields[name].with_nullable(True) for name in absent}
+    fields |= {name: without_source_type(fields[name]) for name in several}
     unsafe = {
         field.name
         for schema in {id(schema): schema for schema in schemas}.values()
@@ -127,7 +135,7 @@ def cut(
     for file, footer in zip(files, footers, strict=True):
         groups = _groups(footer)
         fixed = (group.num_rows * layout.fixed_row_bytes for group in groups)
-        columns = [(field, _place(field, file, footer)) for field in layout.plain_fields]
+        columns = [(field, _place(field, file, footer)) for field in sized_fields(layout)]
         plain = plain_bytes(footer, columns)
         sizes = [size + sum(more) for size, more in zip(fixed, plain, strict=True)]
         wanted = max(1, min(len(groups), math.ceil(sum(sizes) / target_bytes)))
@@ -264,7 +272,7 @@ def schemas_of(footers: Sequence[pq.FileMetaData]) -> list[pa.Schema]:
     for footer in footers:
         stored, arrow = footer.schema, (footer.metadata or {}).get(ARROW_SCHEMA)
         if known is None or arrow != known[1] or not stored.equals(known[0]):
-            known = stored, arrow, _marked(_arrow_schema(stored))
+            known = stored, arrow, _as_in_file(_marked(_arrow_schema(stored)), stored)
         schemas.append(known[2])
     return schemas
 
@@ -277,6 +285,12 @@ def _marked(schema: pa.Schema) -> pa.Schema:
             for field, plain in zip(schema, plain_schema(schema), strict=True)
         ]
     )
+
+
+def _as_in_file(schema: pa.Schema, stored: pq.ParquetSchema) -> pa.Schema:
+    """``schema`` with the type that Arrow gives each column of a file."""
+    pairs = zip(schema, stored.to_arrow_schema(), strict=True)
+    return pa.schema([with_source_type(field, source) for field, source in pairs])
 
 
 def _arrow_schema(stored: pq.ParquetSchema) -> pa.Schema:

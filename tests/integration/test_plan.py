@@ -25,7 +25,7 @@ from cache_protocol.errors import ConfigError, LoadError, RequestError
 from cache_protocol.storage.layout import Layout
 from cache_protocol.storage.memory_budget import load_bytes
 from cache_server import LocalCluster
-from cache_server.shards.packing import storage_schema
+from cache_server.shards.packing import logical_schema
 from tests import forked_python
 from tests.conftest import write_numbered
 
@@ -308,7 +308,7 @@ def test_the_memory_that_a_load_takes_beside_the_shards_is_foretold(
     many = foretold(groups["many"])
     filtered = foretold(groups["many"], filter="whole > 5")
     fixed = rows.select(FIXED)
-    placed = Layout(storage_schema(fixed.schema)).fixed_row_bytes * len(rows)
+    placed = Layout(logical_schema(fixed.schema)).fixed_row_bytes * len(rows)
     assert filtered.load_memory_bytes == many.load_memory_bytes + placed
     query = foretold(groups["few"], sql="SELECT max(whole) AS most FROM source")
     assert query.load_memory_bytes == load_bytes(of_columns(groups["few"], ("whole",)))

@@ -20,7 +20,7 @@ from cache_protocol.datasets.dataset_spec import DatasetSpec, TableSpec
 from cache_protocol.errors import CacheError, LoadError, RequestError
 from cache_protocol.storage.layout import GUESSED_VALUE_BYTES
 from cache_server.plan.pinned_version import plan_version
-from cache_server.shards.packing import storage_schema
+from cache_server.shards.packing import logical_schema
 from cache_server.source.pinned import Pin, PinnedTable, Split
 from cache_server.tables import postgres
 from cache_server.tables.postgres import cut, snapshot
@@ -77,7 +77,7 @@ def pinned(pin: Pin, columns: tuple[str, ...] | None = None) -> PinnedTable:
 
 
 def splits_of(pin: Pin, target_bytes: int = 5_000) -> tuple[Split, ...]:
-    return pin.cut(storage_schema(pin.schema), target_bytes)
+    return pin.cut(logical_schema(pin.schema), target_bytes)
 
 
 def read(pin: Pin, split: Split, columns: tuple[str, ...] | None = None) -> pa.Table:

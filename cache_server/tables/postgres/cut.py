@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from cache_protocol.storage.layout import GUESSED_VALUE_BYTES, Layout
-from cache_server.source.pinned import SourceFile, Split, source_column
+from cache_server.source.pinned import SourceFile, Split, sized_fields, source_column
 from cache_server.tables.postgres.quoting import array_literal
 from cache_server.tables.postgres.ranges import (
     CTID,
@@ -133,7 +133,7 @@ class Cutting:
             if not self.key:  # one split of any size
                 return layout.guessed_row_bytes
             source = f"(SELECT * FROM {source} LIMIT {_MEASURED_ROWS}) AS q"
-        sizes = ", ".join(self._average_bytes(field) for field in layout.plain_fields)
+        sizes = ", ".join(self._average_bytes(field) for field in sized_fields(layout))
         return layout.fixed_row_bytes + float(
             sum(self.session.rows(f"SELECT {sizes} FROM {source}")[0])
         )

@@ -160,8 +160,8 @@ class DatasetSpec:
         schema: of Parquet and Arrow files that differ: ``same`` refuses other types of values;
             ``union`` widens numbers, and makes columns and fields null in files that lack them.
         allow_unordered: accept a query whose result has no defined order.
-        nulls: of columns of floats: ``nan`` stores and counts them as NaN, ``refuse`` fails the
-            load. Other columns of numbers never accept nulls.
+        nulls: ``keep`` loads them; a reader decides what they become. ``refuse`` fails a load with
+            a null.
         replicas: the number of nodes that hold each shard.
         readers: other namespaces whose principals may read the dataset; ``*``: every namespace.
         target_shard_bytes: approximate decoded bytes of a shard; an int or a string such as
@@ -205,7 +205,7 @@ class DatasetSpec:
         ignore: Iterable[str] | None = None,
         schema: str = "same",
         allow_unordered: bool = False,
-        nulls: str = "nan",
+        nulls: str = "keep",
         replicas: int = 1,
         target_shard_bytes: int | str = DEFAULT_TARGET_SHARD_BYTES,
         readers: Iterable[str] | None = None,
@@ -248,8 +248,8 @@ class DatasetSpec:
             problems += _text_problems(field_name, texts)
         if not isinstance(allow_unordered, bool):
             problems.append(f"allow_unordered must be true or false, got {shown(allow_unordered)}")
-        if not isinstance(nulls, str) or nulls not in ("nan", "refuse"):
-            problems.append(f"nulls must be nan or refuse, got {shown(nulls)}")
+        if not isinstance(nulls, str) or nulls not in ("keep", "refuse"):
+            problems.append(f"nulls must be keep or refuse, got {shown(nulls)}")
         copies = _replicas(replicas, problems)
         shard_bytes = _shard_bytes(target_shard_bytes, problems)
         namespaces = _readers(readers, problems)
@@ -289,7 +289,7 @@ class DatasetSpec:
             columns=self.columns or (),
             filter=self.filter or "",
             allow_unordered=self.allow_unordered,
-            nulls="" if self.nulls == "nan" else self.nulls,
+            nulls="" if self.nulls == "keep" else self.nulls,
             replicas=self.replicas,
             target_shard_bytes=self.target_shard_bytes,
             readers=self.readers,
@@ -333,7 +333,7 @@ class DatasetSpec:
             columns=list(spec.columns) or None,
             filter=spec.filter or None,
             allow_unordered=spec.allow_unordered,
-            nulls=spec.nulls or "nan",
+            nulls=spec.nulls or "keep",
             replicas=spec.replicas or 1,
             target_shard_bytes=spec.target_shard_bytes or DEFAULT_TARGET_SHARD_BYTES,
             readers=list(spec.readers),

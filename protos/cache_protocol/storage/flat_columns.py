@@ -63,7 +63,7 @@ class FlatColumn:
         """Unit of null bits -> its bits a row."""
         if self.kind == "arrow":
             return {}
-        units = {self.name: 1} if self.nullable else {}
+        units = {self.name: 1}
         if pa.types.is_fixed_size_list(storage_type(self.dtype)):
             for depth in range(1, len(self.shape) + 1):
                 units[self.name + _VALUES * depth] = math.prod(self.shape[:depth])
@@ -82,7 +82,7 @@ class FlatStruct:
     @property
     def null_units(self) -> dict[str, int]:
         """As those of a `FlatColumn`."""
-        return {self.name: 1} if self.nullable else {}
+        return {self.name: 1}
 
 
 FlatTree: TypeAlias = tuple[FlatColumn | FlatStruct, ...]
@@ -94,7 +94,7 @@ class FlatValues:
 
     Attributes:
         values: flat column -> ``[rows]`` numbers, ``[rows, n]`` numbers, or an Arrow column.
-        nulls: unit with nulls -> ``[rows, bits]``, true for a null.
+        nulls: unit with nulls -> ``[rows, bits]``, true for a null that is in no null struct.
     """
 
     values: dict[str, Numbers | pa.Array] = field(default_factory=dict)
@@ -210,10 +210,9 @@ def _pruned_field(column: pa.Field, inner: list[str] | None) -> pa.Field:
 def _flat(column: pa.Field, name: str) -> FlatColumn | FlatStruct:
     dtype, nullable = column.type, column.nullable
     plain = dtype.storage_type if isinstance(dtype, pa.BaseExtensionType) else dtype
-    if pa.types.is_struct(plain) and plain.num_fields:
-        if len({child.name for child in plain}) == plain.num_fields:
-            children = [_flat(child, f"{name}{_SEPARATOR}{child.name}") for child in plain]
-            return FlatStruct(name, dtype, tuple(children), nullable)
+    if pa.types.is_struct(plain) and len({child.name for child in plain}) == plain.num_fields > 0:
+        children = [_flat(child, f"{name}{_SEPARATOR}{child.name}") for child in plain]
+        return FlatStruct(name, dtype, tuple(children), nullable)
     stored = storage_type(dtype)
     if (words := _words(stored)) is not None:
         number, count = words
@@ -222,6 +221,7 @@ def _flat(column: pa.Field, name: str) -> FlatColumn | FlatStruct:
         return FlatColumn(name, "numbers", dtype, number, (count,), nullable)
     if is_number(stored):
         return FlatColumn(name, "number", dtype, stored, (), nullable)
+    shape: tuple[int, ...]
     shape, value_type = list_shape(stored)
     if shape and is_number(value_type) and math.prod(shape):
         return FlatColumn(name, "numbers", dtype, value_type, shape, nullable)
@@ -255,45 +255,62 @@ def take_apart(tree: FlatTree, columns: Sequence[pa.Array]) -> FlatValues:
     """The flat values of columns of the logical types of a tree."""
     found = FlatValues()
     for node, array in zip(tree, columns, strict=True):
-        _take_apart(node, array, found)
+        _take_apart(node, array, found, None)
     return found
 
 
-def _take_apart(node: FlatColumn | FlatStruct, array: pa.Array, found: FlatValues) -> None:
+def _take_apart(
+    node: FlatColumn | FlatStruct, array: pa.Array, found: FlatValues, hidden: Bits | None
+) -> None:
+    """Adds the values of a column to ``found``.
+
+    Args:
+        hidden: the rows where a struct around the column is null.
+    """
     if isinstance(node, FlatStruct):
         if isinstance(array, pa.ExtensionArray):
             array = array.storage
-        if array.null_count and node.nullable:
-            found.nulls[node.name] = _nulls_of(array)
+        if array.null_count:
+            nulls = _note_nulls(node.name, array, found, hidden)
+            hidden = nulls if hidden is None else nulls | hidden
         for index, child in enumerate(node.children):
-            _take_apart(child, array.field(index), found)
+            _take_apart(child, array.field(index), found, hidden)
         return
     stored = retyped(array, storage_type(node.dtype))
     if node.kind == "arrow":
         found.values[node.name] = stored
         return
-    if stored.null_count and node.nullable:
-        found.nulls[node.name] = _nulls_of(stored)
+    if stored.null_count:
+        _note_nulls(node.name, stored, found, hidden)
     if not is_number(stored.type) and not pa.types.is_fixed_size_list(stored.type):
         found.values[node.name] = _words_of(stored, node)
         return
     num_rows = len(array)
     for depth in range(1, len(node.shape) + 1):
         size = stored.type.list_size
-        hidden = _nulls_of(stored).reshape(-1) if stored.null_count else None
+        around = _nulls_of(stored).reshape(-1) if stored.null_count else None
         stored = stored.values.slice(stored.offset * size, len(stored) * size)
         if stored.null_count:
             nulls = _nulls_of(stored).reshape(num_rows, math.prod(node.shape[:depth]))
-            if hidden is not None:  # what lies in a null list is no null of its own
-                nulls = nulls & ~np.repeat(hidden, size).reshape(nulls.shape)
+            if around is not None:  # what lies in a null list is no null of its own
+                nulls = nulls & ~np.repeat(around, size).reshape(nulls.shape)
             if nulls.any():
                 found.nulls[node.name + _VALUES * depth] = nulls
-        if hidden is not None:
-            visible = pa.array(~np.repeat(hidden, size))
+        if around is not None:
+            visible = pa.array(~np.repeat(around, size))
             stored = pc.if_else(visible, stored, pa.scalar(None, stored.type))
     numbers = _filled(stored)
     width = math.prod(node.shape)
     found.values[node.name] = numbers.reshape(num_rows, width) if node.shape else numbers
+
+
+def _note_nulls(name: str, array: pa.Array, found: FlatValues, hidden: Bits | None) -> Bits:
+    nulls = _nulls_of(array)
+    if hidden is not None:
+        nulls = nulls & ~hidden
+    if nulls.any():
+        found.nulls[name] = nulls
+    return nulls
 
 
 def _filled(array: pa.Array) -> Numbers:
@@ -385,7 +402,7 @@ def _lists(
 def _bytes_of(values: Numbers | pa.Array, stored: pa.DataType, node: FlatColumn) -> pa.Buffer:
     """The buffer of decimals, intervals or binaries of a fixed size."""
     if node.kind == "number" and pa.types.is_decimal(stored) and stored.bit_width > 64:
-        low = values if isinstance(values, np.ndarray) else values.to_numpy()
+        low: npt.NDArray[np.int64] = np.asarray(values)
         width = stored.bit_width // 64
         buffer = pa.allocate_buffer(len(low) * width * 8)
         words = np.frombuffer(buffer, np.int64).reshape(-1, width)

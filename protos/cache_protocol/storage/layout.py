@@ -1,10 +1,10 @@
 """The packed layout: how logical columns are stored in a record batch. Pure.
 
-The logical schema is the dataset's schema: columns come out as they went in. They are stored as flat
-columns, see `flat_columns`. Numbers of one type are *packed* row-major into one fixed-size list
-column. So a row is one short run of bytes, and gathering a random row costs one copy instead of one
-cache miss a column. Each fixed-size list is a *matrix* column. Everything else is *plain*. Last are
-the *null bits*, if a column has nulls.
+The logical schema is the dataset's schema: columns come out as they went in. They are stored as
+flat columns, see `flat_columns`. Numbers of one type are *packed* row-major into one fixed-size
+list column. So a row is one short run of bytes, and gathering a random row costs one copy instead
+of one cache miss a column. Each fixed-size list is a *matrix* column. Everything else is *plain*.
+Last are the *null bits*, if a column has nulls.
 
     logical   a: float32   b: bool      c: float32   img: uint8[784]   s: string
     stored    img: uint8[784]   [a c]: float32[2]   [b]: uint8[1]   s: string   bits: uint8[1]
@@ -32,7 +32,6 @@ from cache_protocol.storage.flat_columns import (
     flat_tree,
     is_number,
     leaves,
-    list_shape,
     nodes,
     numpy_dtype,
     pruned,
@@ -188,7 +187,7 @@ class Layout:
             if column.kind == "packed":
                 flat.values.update(zip(column.names, _columns_of(as_matrix(array)), strict=True))
             elif column.kind == "nulls":
-                flat.nulls = self.nulls.unpack_all(as_matrix(array))
+                flat.nulls = self.nulls.unpack_all(as_matrix(array).view(np.uint8))
             else:
                 flat.values[column.names[0]] = array
         return pa.RecordBatch.from_arrays(put_together(self.tree, flat), schema=self.logical)

@@ -33,6 +33,7 @@ from cache_protocol.storage.layout import (
     from_matrix,
     pool_matrix,
 )
+from cache_protocol.storage.null_bits import BitMatrix
 from cache_protocol.storage.offsets import are_within
 from cache_protocol.storage.row_index import Grouped, Ids, Indices
 from cache_protocol.storage.shard_files import MappedShard, Selection, are_consecutive
@@ -63,6 +64,7 @@ class MappedTable:
         *,
         only: Collection[int] | None = None,
     ) -> None:
+        self._layout = layout
         self._starts = starts
         self._shards: list[MappedShard | None] = [None] * len(starts)
         self._columns = {
@@ -81,9 +83,12 @@ class MappedTable:
             OSError: this process has too many maps.
             ValueError: a column has an unexpected offset in the file.
         """
-        if shard.sealed.num_rows:
-            for index, column in self._columns.items():
+        for index, column in self._columns.items() if shard.sealed.num_rows else ():
+            nulls = self._layout.nulls
+            if index != self._layout.null_index or shard.layout.nulls.units == nulls.units:
                 column.attach(position, shard.file, shard.offset(index))
+            else:
+                column.attach_copy(position, shard.null_bits(nulls, slice(None)))
         self._shards[position] = shard
 
     def gather(self, row_ids: Ids, shard_of: Indices, selection: Selection) -> pa.RecordBatch:
@@ -105,10 +110,13 @@ class MappedTable:
         for pick, (index, _) in enumerate(selection.picks):
             wanted = selection.layout.columns[pick]
             if wanted.kind == "plain":
-                assert by_shard is not None
+                assert by_shard is not None and index is not None
                 arrays.append(by_shard.gather(index))
                 continue
-            rows = self._columns[index].gather(row_ids, shard_of)
+            if index is None:
+                rows = selection.no_nulls(len(row_ids))
+            else:
+                rows = self._columns[index].gather(row_ids, shard_of)
             arrays.append(from_matrix(selection.narrow(pick, rows), wanted.field))
         return pa.RecordBatch.from_arrays(arrays, schema=selection.layout.schema)
 
@@ -261,24 +269,37 @@ class _MappedColumn:
 
     def attach(self, position: int, file: MappedFile, offset: int) -> None:
         """Maps the rows of a shard, which start at byte ``offset`` of the file."""
+        before = offset % self._page  # bytes of the first page before the rows
+        start, size = self._room(position, before)
+        self._addresses.map_file(start, file, offset - before, size)
+
+    def attach_copy(self, position: int, rows: BitMatrix | None) -> None:
+        """Puts a copy of the rows of a shard into memory; None: zeros, which take no memory."""
+        start, size = self._room(position, 0)
+        self._addresses.map_memory(start, size, None if rows is None else rows.reshape(-1))
+
+    def _room(self, position: int, before: int) -> tuple[int, int]:
+        """Where to map the rows of a shard, and how many bytes.
+
+        Args:
+            before: bytes of the first page before the rows.
+        """
         page, row_bytes = self._page, self._row_bytes
-        before = offset % page  # bytes of the first page before the rows
         first_page = self._first_pages[position]
         if self._lead is None or self._matrix is None:
             self._lead = (first_page * page + before) % row_bytes
             self._matrix = self._addresses.rows(self._lead, self._width, self._dtype)
         if (before - self._lead) % self._unit:
             raise ValueError(
-                f"a column at byte {offset} cannot be mapped beside that of other shards"
+                f"a column at byte {before} of a page cannot be mapped beside that of other shards"
             )
         # page * first_page + before = lead, modulo row_bytes
         modulus = row_bytes // self._unit
         wanted = (self._lead - before) // self._unit * pow(page // self._unit, -1, modulus)
         first_page += (wanted - first_page) % modulus
         start = first_page * page
-        size = before + self._num_rows[position] * row_bytes
-        self._addresses.map_file(start, file, offset - before, size)
         self._shift[position] = (start + before - self._lead) // row_bytes - self._starts[position]
+        return start, before + self._num_rows[position] * row_bytes
 
     def gather(self, row_ids: Ids, shard_of: Indices) -> Matrix:
         """A copy of these rows."""

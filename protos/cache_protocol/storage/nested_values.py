@@ -36,7 +36,9 @@ def storage_type(dtype: pa.DataType) -> pa.DataType:
 
 
 def plain_type(dtype: pa.DataType) -> pa.DataType:
-    """The same type with values in place of dictionaries, runs, extensions and views.
+    """As `storage_type`, but dates, times and booleans stay: the type without its encoding.
+
+    Two types with the same plain type have the same values.
 
     Raises:
         RequestError: as `storage_type`.
@@ -55,12 +57,10 @@ def _storage_type(dtype: pa.DataType, *, is_inside: bool) -> pa.DataType:
     if not is_inside and (dtype in _PLAIN or _is_time(dtype)):
         return _PLAIN.get(dtype) or (pa.int32() if types.is_time32(dtype) else pa.int64())
     if types.is_struct(dtype):
-        fields = [f.with_type(_storage_type(f.type, is_inside=True)) for f in dtype]
-        return pa.struct([field.remove_metadata() for field in fields])
+        return pa.struct([(f.name, _storage_type(f.type, is_inside=True)) for f in dtype])
     if types.is_map(dtype):
         key = _storage_type(dtype.key_type, is_inside=True)
-        item = dtype.item_field.with_type(_storage_type(dtype.item_type, is_inside=True))
-        return pa.map_(key, item.remove_metadata(), dtype.keys_sorted)
+        return pa.map_(key, _storage_type(dtype.item_type, is_inside=True), dtype.keys_sorted)
     if types.is_list(dtype) or types.is_list_view(dtype):
         return pa.list_(_storage_type(dtype.value_type, is_inside=is_inside))
     if types.is_large_list(dtype) or types.is_large_list_view(dtype):

@@ -46,7 +46,7 @@ class NullBits:
         if unknown := wanted - self.units.keys():
             raise ValueError(f"no column has null bits named {sorted(unknown)[0]!r}")
         width = -(-sum(self.units.values()) // 8)
-        # Not a multiple of 16: this column follows others of any size in a file. See `mapped_table`.
+        # Not a multiple of 16: in a file it follows columns of any size, see `mapped_table`.
         self.width = width + 1 if width and width % _ALIGNMENT == 0 else width
         self._starts: dict[str, int] = {}
         start = 0
@@ -85,7 +85,7 @@ class NullBits:
         return {name: bits for name, bits in found.items() if bits.any()}
 
     def of(self, other: NullBits, packed: BitMatrix) -> BitMatrix:
-        """The bits of these units in rows that have the bits of ``other``; those of others are 0."""
+        """The bits of these units, from the bits of ``other``; 0 for a unit that it lacks."""
         if list(other.units) == list(self.units):
             return packed
         shared = [name for name in self.units if name in other.units]

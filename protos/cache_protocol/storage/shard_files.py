@@ -17,7 +17,7 @@ import copy
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,9 @@ import numpy as np
 import pyarrow as pa
 import xxhash
 
+from cache_protocol.errors import NotReadyError
 from cache_protocol.storage.layout import Layout, Matrix, as_matrix, equal_lists, pool_matrix
+from cache_protocol.storage.null_bits import BitMatrix, NullBits
 from cache_protocol.storage.offsets import Level, levels_of, rows_are_sound, run_is_sound
 from cache_protocol.storage.row_index import Ids
 from cache_protocol.storage.virtual_memory import MappedFile
@@ -65,7 +67,7 @@ class SealedShard:
 
     Attributes:
         num_bytes: size of the file.
-        nulls: column of floats -> nulls that became NaN, if there are any.
+        nulls: unit of null bits -> its nulls, if there are any: see `flat_columns`.
         digests: of the pieces of the file, joined; in a line above, which older releases ignore,
             with a digest of this line. Empty: unknown.
     """
@@ -187,6 +189,13 @@ class MappedShard:
             self._plain_bytes[index] = self.batch.column(index).nbytes
         return self._plain_bytes[index]
 
+    def null_bits(self, nulls: NullBits, rows: slice) -> BitMatrix | None:
+        """The null bits of some rows, in these units; None if the shard has no nulls."""
+        index = self.layout.null_index
+        if index is None:
+            return None
+        return nulls.of(self.layout.nulls, self.matrices[index].view(np.uint8)[rows])
+
     def check_run(self, index: int, start: int, stop: int) -> None:
         """Checks the offsets of consecutive rows of column ``index``, if it is a plain one.
 
@@ -257,12 +266,40 @@ def _stamp(found: os.stat_result) -> tuple[int, int, int, int]:
 
 
 class Selection:
-    """The stored columns, and the positions in them, of the requested logical columns."""
+    """The stored columns, and the positions in them, of the requested logical columns.
 
-    def __init__(self, stored: Layout, columns: Sequence[str]) -> None:
+    Args:
+        stored: of the rows.
+        columns: or fields of structs; empty means all.
+        null_names: units of null bits to give; default: those of the columns.
+
+    Attributes:
+        layout: of the selected rows.
+        picks: for each of its columns the index in ``stored``, and the positions of flat columns in
+            it, None for all in order. Null bits have no index if there are none.
+
+    Raises:
+        RequestError: names an unknown or repeated column.
+        NotReadyError: other columns have nulls too.
+    """
+
+    def __init__(
+        self, stored: Layout, columns: Sequence[str], null_names: Collection[str] | None = None
+    ) -> None:
         self.layout = stored.select(columns)
-        self.picks: list[tuple[int, list[int] | None]] = []
+        self._stored = stored.nulls
+        if null_names is not None:
+            if unknown := self.layout.nulls.units.keys() - set(null_names):
+                raise NotReadyError(
+                    f"column {min(unknown)!r} has nulls that the reader does not expect: the rows "
+                    "are still being loaded, or the reader asked with an old map of the shards"
+                )
+            self.layout = self.layout.with_nulls(null_names)
+        self.picks: list[tuple[int | None, list[int] | None]] = []
         for column in self.layout.columns:
+            if column.kind == "nulls":
+                self.picks.append((stored.null_index, None))
+                continue
             index = stored.place(column.names[0])[0]
             positions = [stored.place(name)[1] for name in column.names]
             whole = positions == list(range(len(stored.columns[index].names)))
@@ -270,12 +307,20 @@ class Selection:
 
     def narrow(self, pick: int, matrix: Matrix) -> Matrix:
         """The requested columns from rows of stored column ``pick``; contiguous."""
+        if self.layout.columns[pick].kind == "nulls":
+            return self.layout.nulls.of(self._stored, matrix.view(np.uint8))
         positions = self.picks[pick][1]
         if positions is None:
             return matrix
         narrow = pool_matrix(len(matrix), len(positions), matrix.dtype)
         np.take(matrix, positions, axis=1, out=narrow, mode="clip")
         return narrow
+
+    def no_nulls(self, num_rows: int) -> Matrix:
+        """The null bits of rows without nulls."""
+        bits = pool_matrix(num_rows, self.layout.nulls.width, np.dtype(np.uint8))
+        bits[:] = 0
+        return bits
 
 
 def are_consecutive(rows: Ids) -> bool:

@@ -21,10 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from cache_protocol.storage.layout import Matrix
 
 _PROT_NONE = 0
+_MAP_FIXED = 0x10
 _MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2
 _MADV_COLLAPSE = 25
 _HUGE_PAGE_SIZE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
@@ -100,6 +102,24 @@ class AddressRange:
             self._unmapping.detach()
             raise
 
+    def map_memory(self, at: int, size: int, data: npt.NDArray[np.uint8] | None) -> None:
+        """Maps ``size`` bytes of memory at byte ``at`` of this range.
+
+        Args:
+            at: a multiple of the page size.
+            data: to copy to the beginning; None: zeros, whose pages take no memory.
+
+        Raises:
+            OSError: this process has too many maps.
+        """
+        if at + size > self.size:
+            raise ValueError(f"{size} bytes do not fit at {at} of {self.size}")
+        protection = mmap.PROT_READ | mmap.PROT_WRITE
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED
+        start = _mmap(size, protection, flags, -1, self.start + at)
+        if data is not None:
+            ctypes.memmove(start, np.ascontiguousarray(data).ctypes.data, data.nbytes)
+
     def collapse(self, at: int, size: int) -> None:
         """Moves a part of this range into huge pages, in every process that maps its file.
 
@@ -139,9 +159,9 @@ class _View:
         }
 
 
-def _mmap(size: int, protection: int, flags: int, handle: int) -> int:
+def _mmap(size: int, protection: int, flags: int, handle: int, at: int | None = None) -> int:
     mmap_ = _c_function("mmap", _POINTER, _SIZE, _INT, _INT, _INT, _OFFSET)
-    return _checked(mmap_(None, size, protection, flags, handle, 0), size)
+    return _checked(mmap_(at, size, protection, flags, handle, 0), size)
 
 
 def _unmap_with(owner: object, start: int, size: int) -> weakref.finalize[..., object]:

@@ -440,7 +440,7 @@ class DatasetInfo(google.protobuf.message.Message):
     num_bytes: builtins.int
     """of sealed shards, one replica"""
     schema: builtins.bytes
-    """Arrow IPC schema message: logical columns, storage types"""
+    """Arrow IPC schema message of the logical columns"""
     lease_s: builtins.float
     tag: builtins.str
     """a hash of the rest, before it has the name that a viewer sees"""
@@ -834,19 +834,25 @@ class StoredRows(google.protobuf.message.Message):
     ROWS_PER_MESSAGE_FIELD_NUMBER: builtins.int
     RUN_ROWS_FIELD_NUMBER: builtins.int
     STRIDE_FIELD_NUMBER: builtins.int
+    NULL_NAMES_FIELD_NUMBER: builtins.int
     rows_per_message: builtins.int
     """the most; 0: about 2 MiB"""
     run_rows: builtins.int
     """Only the first run_rows rows of each stride, from the start of the rows; 0: all rows."""
     stride: builtins.int
+    @property
+    def null_names(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """as those of a GatherRequest"""
+
     def __init__(
         self,
         *,
         rows_per_message: builtins.int = ...,
         run_rows: builtins.int = ...,
         stride: builtins.int = ...,
+        null_names: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["rows_per_message", b"rows_per_message", "run_rows", b"run_rows", "stride", b"stride"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["null_names", b"null_names", "rows_per_message", b"rows_per_message", "run_rows", b"run_rows", "stride", b"stride"]) -> None: ...
 
 Global___StoredRows: typing_extensions.TypeAlias = StoredRows
 
@@ -894,6 +900,7 @@ class GatherRequest(google.protobuf.message.Message):
     COLUMNS_FIELD_NUMBER: builtins.int
     ROWS_PER_MESSAGE_FIELD_NUMBER: builtins.int
     BY_SHARD_FIELD_NUMBER: builtins.int
+    NULL_NAMES_FIELD_NUMBER: builtins.int
     dataset: builtins.str
     fingerprint: builtins.str
     rows_per_message: builtins.int
@@ -906,6 +913,10 @@ class GatherRequest(google.protobuf.message.Message):
     def columns(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """empty: all"""
 
+    @property
+    def null_names(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """units of null bits to send; other columns have no nulls"""
+
     def __init__(
         self,
         *,
@@ -914,8 +925,9 @@ class GatherRequest(google.protobuf.message.Message):
         columns: collections.abc.Iterable[builtins.str] | None = ...,
         rows_per_message: builtins.int = ...,
         by_shard: builtins.bool = ...,
+        null_names: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["by_shard", b"by_shard", "columns", b"columns", "dataset", b"dataset", "fingerprint", b"fingerprint", "rows_per_message", b"rows_per_message"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["by_shard", b"by_shard", "columns", b"columns", "dataset", b"dataset", "fingerprint", b"fingerprint", "null_names", b"null_names", "rows_per_message", b"rows_per_message"]) -> None: ...
 
 Global___GatherRequest: typing_extensions.TypeAlias = GatherRequest
 
@@ -1106,7 +1118,7 @@ class LoadForecast(google.protobuf.message.Message):
     SHARDS_REUSED_FIELD_NUMBER: builtins.int
     fingerprint: builtins.str
     schema: builtins.bytes
-    """logical columns, storage types"""
+    """of the logical columns"""
     whole: builtins.bool
     """the query runs once, over whole tables; its result is not known before"""
     why: builtins.str
@@ -1583,7 +1595,7 @@ class LoadPlan(google.protobuf.message.Message):
     fingerprint: builtins.str
     sql: builtins.str
     logical_schema: builtins.bytes
-    """Arrow IPC schema message of the stored columns"""
+    """Arrow IPC schema message of the logical columns"""
     attempt: builtins.int
     """number of repeated loads after a failure"""
     keeps_every_row: builtins.bool
@@ -2483,7 +2495,7 @@ class BeginWriteResponse(google.protobuf.message.Message):
     write_id: builtins.str
     dataset: builtins.str
     schema: builtins.bytes
-    """Arrow IPC schema message of the stored columns"""
+    """Arrow IPC schema message of the logical columns"""
     @property
     def nodes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Node]:
         """to put rows to: each takes any partition"""
@@ -2711,7 +2723,7 @@ class OpenWrite(google.protobuf.message.Message):
     write_id: builtins.str
     dataset: builtins.str
     schema: builtins.bytes
-    """Arrow IPC schema message of the stored columns; empty: ask for it"""
+    """Arrow IPC schema message of the logical columns; empty: ask for it"""
     target_shard_bytes: builtins.int
     nulls: builtins.str
     """see DatasetSpec"""
@@ -2757,7 +2769,7 @@ class GetWriteSchemaResponse(google.protobuf.message.Message):
 
     SCHEMA_FIELD_NUMBER: builtins.int
     schema: builtins.bytes
-    """Arrow IPC schema message of the stored columns"""
+    """Arrow IPC schema message of the logical columns"""
     def __init__(
         self,
         *,

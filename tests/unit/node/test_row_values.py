@@ -12,7 +12,7 @@ from cache_protocol.storage.memory_budget import ExpressionMemory
 from cache_protocol.storage.shard_files import MappedShard, SealedShard
 from cache_server.node import row_values
 from cache_server.node.row_values import Caller, RowValues
-from cache_server.shards.packing import ShardBuilder, storage_schema
+from cache_server.shards.packing import ShardBuilder, logical_schema
 from cache_server.shards.resident_rows import ResidentRows
 from cache_server.shards.version_key import VersionKey
 from tests.stored_rows import KEY, LAYOUT, mapped
@@ -265,7 +265,7 @@ def test_dates_times_and_booleans_are_seen_as_in_the_source(tmp_path: Path) -> N
             },
         }
     )  # fmt: skip
-    builder = ShardBuilder(storage_schema(source.schema))
+    builder = ShardBuilder(logical_schema(source.schema))
     builder.append(source)
     path = tmp_path / "0.arrow"
     with pa.ipc.new_file(str(path), builder.layout.schema) as writer:

@@ -16,7 +16,7 @@ import pytest
 
 from cache_protocol.errors import NodeUnavailableError, NotReadyError, RequestError
 from cache_protocol.storage.shard_files import MappedShard, Selection
-from cache_server.shards.packing import ShardBuilder, storage_schema
+from cache_server.shards.packing import ShardBuilder, logical_schema
 from cache_server.shards.resident_rows import ResidentRows
 from cache_server.shards.store import ShardStore
 from tests.stored_rows import KEY
@@ -41,7 +41,7 @@ TABLE = pa.record_batch(
 
 @contextmanager
 def sealed(directory: Path) -> Iterator[MappedShard]:
-    builder = ShardBuilder(storage_schema(TABLE.schema))
+    builder = ShardBuilder(logical_schema(TABLE.schema))
     builder.append(TABLE)
     with ShardStore(directory) as store:
         yield store.seal(KEY, 0, builder.finish())
@@ -133,7 +133,7 @@ def test_a_file_with_a_flip_is_not_mapped_or_its_reads_end_by_name(
 
 
 def test_a_shard_with_an_offset_outside_of_its_column_is_not_sealed(tmp_path: Path) -> None:
-    builder = ShardBuilder(storage_schema(TABLE.schema))
+    builder = ShardBuilder(logical_schema(TABLE.schema))
     builder.append(TABLE)
     batch = builder.finish()
     index = batch.schema.get_field_index("text")

@@ -1,8 +1,9 @@
-import datetime
-import math
-from collections.abc import Sequence
+"""Rows -> stored shards: what comes out of a shard is what went in."""
+
+from __future__ import annotations
+
 from decimal import Decimal
-from typing import Any
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -11,426 +12,173 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache_protocol.errors import LoadError, RequestError
-from cache_protocol.storage.layout import numpy_dtype
-from cache_server.shards.packing import ShardBuilder, storage_schema, storage_type
-from cache_server.sql.queries import check_query
+from cache_protocol.storage.layout import Layout
+from cache_protocol.storage.shard_files import MappedShard, SealedShard
+from cache_server.shards.draft import ShardDraft
+from cache_server.shards.packing import ShardBuilder, logical_schema
 
-DAY = datetime.date(2024, 2, 29)
-NOON = datetime.datetime(2024, 2, 29, 12, 30, 15, 250_000)
-LATE = datetime.time(23, 59, 58)
-NAN = float("nan")
-FSL = pa.list_(pa.float32(), 2)
+ADDRESS = pa.struct([("zip", pa.int32()), ("street", pa.string())])
+WITH_NULLS = {
+    "number": pa.array([1, None, 3], pa.int64()),
+    "price": pa.array([Decimal("1.25"), None, Decimal("-3.10")], pa.decimal128(12, 2)),
+    "ok": pa.array([True, None, False]),
+    "at": pa.array([1, None, 3], pa.timestamp("us", "UTC")),
+    "image": pa.array([[1, 2], None, [None, 4]], pa.list_(pa.uint8(), 2)),
+    "address": pa.array([{"zip": 1, "street": "a"}, None, {"zip": None, "street": "b"}], ADDRESS),
+    "text": pa.array(["a", None, ""]),
+}
 
 
-def batch_of(*arrays: pa.Array) -> pa.RecordBatch:
-    return pa.RecordBatch.from_arrays(list(arrays), names=[f"c{i}" for i in range(len(arrays))])
+def batch_of(*columns: pa.Array) -> pa.RecordBatch:
+    return pa.RecordBatch.from_arrays(list(columns), [f"c{n}" for n in range(len(columns))])
 
 
 def pack(*batches: pa.RecordBatch, expected_rows: int | None = None) -> pa.RecordBatch:
-    """The logical columns of the shard that these batches make."""
-    builder = ShardBuilder(storage_schema(batches[0].schema), expected_rows)
+    """The logical rows of a shard of these batches."""
+    builder = ShardBuilder(logical_schema(batches[0].schema), expected_rows)
     for batch in batches:
         builder.append(batch)
     stored = builder.finish()
     stored.validate(full=True)
-    return builder.layout.unpack(stored)
-
-
-def pack_column(*chunks: pa.Array) -> pa.Array:
-    return pack(*(batch_of(chunk) for chunk in chunks)).column(0)
-
-
-def problem_of(*batches: pa.RecordBatch) -> str:
-    with pytest.raises(LoadError) as caught:
-        pack(*batches)
-    return str(caught.value)
-
-
-def same(found: Sequence[Any], expected: Sequence[Any]) -> bool:
-    """Equal, with NaN equal to itself."""
-    return repr(list(found)) == repr(list(expected))
-
-
-def lists(values: pa.Array) -> pa.Array:
-    """One list a value."""
-    return pa.ListArray.from_arrays(pa.array(range(len(values) + 1), pa.int32()), values)
-
-
-def encoded(values: pa.Array) -> pa.Array:
-    return values.dictionary_encode()
-
-
-# -- the type mapping ----------------------------------------------------------------------------
-
-INTEGERS = [
-    *(pa.int8(), pa.int16(), pa.int32(), pa.int64()),
-    *(pa.uint8(), pa.uint16(), pa.uint32(), pa.uint64()),
-]
-FLOATS = [pa.float16(), pa.float32(), pa.float64()]
-
-
-@pytest.mark.parametrize("dtype", INTEGERS, ids=str)
-def test_integers_are_stored_as_they_are(dtype: pa.DataType) -> None:
-    limits = np.iinfo(numpy_dtype(dtype))
-    array = pa.array([limits.min, 0, limits.max], dtype)
-
-    assert pack_column(array).equals(array)
-
-
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_floats_are_stored_as_they_are_and_nulls_become_nan(dtype: pa.DataType) -> None:
-    limit = np.finfo(numpy_dtype(dtype)).max
-    values = np.array([limit, -0.0, 0.5, 1.0, NAN, math.inf], numpy_dtype(dtype))
-
-    packed = pack_column(pa.array(values, mask=np.arange(6) == 3))
-
-    assert packed.type == dtype
-    assert same(packed.to_pylist(), [float(limit), -0.0, 0.5, NAN, NAN, math.inf])
-
-
-# what comes, the type and the values it is stored with
-MAPPING = {
-    "decimal32": (
-        pa.array([Decimal("-1.25"), None], pa.decimal32(5, 2)),
-        pa.float64(),
-        [-1.25, NAN],
-    ),
-    "decimal64": (pa.array([Decimal("1.25"), None], pa.decimal64(9, 2)), pa.float64(), [1.25, NAN]),
-    "decimal128": (
-        pa.array([Decimal("12345678.75"), None], pa.decimal128(38, 2)),
-        pa.float64(),
-        [12345678.75, NAN],
-    ),
-    "decimal256": (
-        pa.array([Decimal("-0.5"), None], pa.decimal256(76, 3)),
-        pa.float64(),
-        [-0.5, NAN],
-    ),
-    "bool": (pa.array([True, False, True]), pa.uint8(), [1, 0, 1]),
-    "date32": (pa.array([DAY], pa.date32()), pa.int32(), [19782]),
-    "date64": (pa.array([DAY], pa.date64()), pa.int64(), [19782 * 86_400_000]),
-    "time32[s]": (pa.array([LATE], pa.time32("s")), pa.int32(), [86_398]),
-    "time32[ms]": (pa.array([LATE], pa.time32("ms")), pa.int32(), [86_398_000]),
-    "time64[us]": (pa.array([LATE], pa.time64("us")), pa.int64(), [86_398_000_000]),
-    "time64[ns]": (pa.array([LATE], pa.time64("ns")), pa.int64(), [86_398_000_000_000]),
-    "timestamp[s]": (pa.array([-1, 5], pa.timestamp("s")), pa.int64(), [-1, 5]),
-    "timestamp[ms]": (pa.array([NOON], pa.timestamp("ms")), pa.int64(), [1_709_209_815_250]),
-    "timestamp[us]": (pa.array([NOON], pa.timestamp("us")), pa.int64(), [1_709_209_815_250_000]),
-    "timestamp[ns]": (pa.array([2**62], pa.timestamp("ns")), pa.int64(), [2**62]),
-    "timestamp[us, tz]": (
-        pa.array([NOON], pa.timestamp("us", "Europe/Berlin")),
-        pa.int64(),
-        [1_709_209_815_250_000],
-    ),
-    "duration[ms]": (
-        pa.array([datetime.timedelta(seconds=-2)], pa.duration("ms")),
-        pa.int64(),
-        [-2000],
-    ),
-    "string": (pa.array(["a", None, "ü"]), pa.string(), ["a", None, "ü"]),
-    "large_string": (pa.array(["a", None], pa.large_string()), pa.large_string(), ["a", None]),
-    "string_view": (pa.array(["a", None], pa.string_view()), pa.string(), ["a", None]),
-    "binary": (pa.array([b"\0", None]), pa.binary(), [b"\0", None]),
-    "large_binary": (pa.array([b"a", None], pa.large_binary()), pa.large_binary(), [b"a", None]),
-    "binary_view": (pa.array([b"a", None], pa.binary_view()), pa.binary(), [b"a", None]),
-    "fixed_size_binary": (pa.array([b"ab", None], pa.binary(2)), pa.binary(), [b"ab", None]),
-    "dictionary of string": (
-        encoded(pa.array(["a", None, "a", "b"])),
-        pa.string(),
-        ["a", None, "a", "b"],
-    ),
-    "dictionary of int": (encoded(pa.array([7, 5, 7], pa.int16())), pa.int16(), [7, 5, 7]),
-    "dictionary of float": (encoded(pa.array([0.5, None])), pa.float64(), [0.5, NAN]),
-    "dictionary of date": (encoded(pa.array([DAY, DAY], pa.date32())), pa.int32(), [19782] * 2),
-    "list of int": (
-        pa.array([[1, None], None, []], pa.list_(pa.int32())),
-        pa.list_(pa.int32()),
-        [[1, None], None, []],
-    ),
-    "large_list of float": (
-        pa.array([[0.5], None], pa.large_list(pa.float32())),
-        pa.large_list(pa.float32()),
-        [[0.5], None],
-    ),
-    "list of string_view": (
-        lists(pa.array(["a", None], pa.string_view())),
-        pa.list_(pa.string()),
-        [["a"], [None]],
-    ),
-    "list of dictionary": (
-        lists(encoded(pa.array(["a", "b"]))),
-        pa.list_(pa.string()),
-        [["a"], ["b"]],
-    ),
-    "list of date": (
-        pa.array([[DAY], None], pa.list_(pa.date32())),
-        pa.list_(pa.int32()),
-        [[19782], None],
-    ),
-    "list of bool": (pa.array([[True, None]]), pa.list_(pa.uint8()), [[1, None]]),
-    "list of decimal": (
-        pa.array([[Decimal("1.5"), None]], pa.list_(pa.decimal128(5, 1))),
-        pa.list_(pa.float64()),
-        [[1.5, None]],
-    ),
-    "list of list of time": (
-        pa.array([[[LATE]], None], pa.list_(pa.list_(pa.time32("s")))),
-        pa.list_(pa.list_(pa.int32())),
-        [[[86_398]], None],
-    ),
-    "fixed_size_list of uint8": (
-        pa.array([[1, 2], [3, 4]], pa.list_(pa.uint8(), 2)),
-        pa.list_(pa.field("item", pa.uint8(), nullable=False), 2),
-        [[1, 2], [3, 4]],
-    ),
-    "fixed_size_list of float16": (
-        pa.FixedSizeListArray.from_arrays(pa.array(np.array([0.5, 2], np.float16)), 1),
-        pa.list_(pa.field("item", pa.float16(), nullable=False), 1),
-        [[0.5], [2.0]],
-    ),
-    "fixed_size_list of bool": (
-        pa.array([[True, False]], pa.list_(pa.bool_(), 2)),
-        pa.list_(pa.field("item", pa.uint8(), nullable=False), 2),
-        [[1, 0]],
-    ),
-    "fixed_size_list of timestamp": (
-        pa.array([[5, 6]], pa.list_(pa.timestamp("us"), 2)),
-        pa.list_(pa.field("item", pa.int64(), nullable=False), 2),
-        [[5, 6]],
-    ),
-    "fixed_size_list of fixed_size_list": (
-        pa.array([[[1, 2], [3, 4], [5, 6]]], pa.list_(pa.list_(pa.int16(), 2), 3)),
-        storage_type(pa.list_(pa.list_(pa.int16(), 2), 3)),
-        [[[1, 2], [3, 4], [5, 6]]],
-    ),
-    "fixed_size_list of string": (
-        pa.array([["a", None], None], pa.list_(pa.string(), 2)),
-        pa.list_(pa.string()),
-        [["a", None], None],
-    ),
-    "dictionary of fixed_size_list": (
-        pa.DictionaryArray.from_arrays(
-            [1, 0, 1], pa.array([[1, 2], [3, 4]], pa.list_(pa.int8(), 2))
-        ),
-        pa.list_(pa.field("item", pa.int8(), nullable=False), 2),
-        [[3, 4], [1, 2], [3, 4]],
-    ),
-}
-
-
-@pytest.mark.parametrize(("array", "stored", "values"), MAPPING.values(), ids=MAPPING)
-def test_a_column_is_stored_as_the_mapping_says(
-    array: pa.Array, stored: pa.DataType, values: list[Any]
-) -> None:
-    packed = pack_column(array)
-
-    assert packed.type.equals(stored)
-    assert same(packed.to_pylist(), values)
-
-
-@pytest.mark.parametrize(("array", "stored", "values"), MAPPING.values(), ids=MAPPING)
-def test_a_sliced_column_gives_the_rows_of_the_slice(
-    array: pa.Array, stored: pa.DataType, values: list[Any]
-) -> None:
-    doubled = pa.chunked_array([array, array]).combine_chunks()
-    sliced = doubled.slice(1, len(array))
-
-    assert same(pack_column(sliced).to_pylist(), [*values[1:], values[0]])
-
-
-@pytest.mark.parametrize(("array", "stored", "values"), MAPPING.values(), ids=MAPPING)
-def test_several_batches_are_the_rows_one_after_the_other(
-    array: pa.Array, stored: pa.DataType, values: list[Any]
-) -> None:
-    packed = pack_column(array, array.slice(0, 0), array.slice(1), array)
-
-    assert same(packed.to_pylist(), [*values, *values[1:], *values])
-
-
-@pytest.mark.parametrize(("array", "stored", "values"), MAPPING.values(), ids=MAPPING)
-def test_no_rows_are_a_shard_of_the_same_schema(
-    array: pa.Array, stored: pa.DataType, values: list[Any]
-) -> None:
-    without_batches = ShardBuilder(storage_schema(batch_of(array).schema)).finish()
-
-    assert without_batches.num_rows == 0
-    assert pack_column(array.slice(0, 0)).type.equals(stored)
-
-
-@pytest.mark.parametrize(
-    "stored", [dtype for _, dtype, _ in MAPPING.values()] + INTEGERS + FLOATS, ids=str
-)
-def test_a_storage_type_is_stored_as_itself(stored: pa.DataType) -> None:
-    assert storage_type(stored) == stored
-
-
-@pytest.mark.parametrize(
-    ("dtype", "metadata"),
-    [
-        (pa.int64(), None),
-        (pa.string(), None),
-        (pa.list_(pa.int8()), None),
-        (pa.dictionary(pa.int8(), pa.string()), None),
-        (pa.bool_(), {b"cache.source_type": b"bool"}),
-        (pa.decimal128(10, 2), {b"cache.source_type": b"decimal128(10, 2)"}),
-        (pa.string_view(), {b"cache.source_type": b"string_view"}),
-        (pa.date32(), {b"cache.source_type": b"date32[day]", b"cache.unit": b"D"}),
-        (pa.date64(), {b"cache.source_type": b"date64[ms]", b"cache.unit": b"ms"}),
-        (pa.time64("us"), {b"cache.source_type": b"time64[us]", b"cache.unit": b"us"}),
-        (pa.duration("s"), {b"cache.source_type": b"duration[s]", b"cache.unit": b"s"}),
-        (pa.timestamp("ns"), {b"cache.source_type": b"timestamp[ns]", b"cache.unit": b"ns"}),
-        (
-            pa.timestamp("us", "UTC"),
-            {
-                b"cache.source_type": b"timestamp[us, tz=UTC]",
-                b"cache.unit": b"us",
-                b"cache.timezone": b"UTC",
-            },
-        ),
-        (
-            pa.dictionary(pa.int8(), pa.date32()),
-            {b"cache.source_type": b"date32[day]", b"cache.unit": b"D"},
-        ),
-        (
-            pa.list_(pa.list_(pa.date32(), 2)),
-            {b"cache.source_type": b"date32[day]", b"cache.unit": b"D"},
-        ),
-    ],
-    ids=str,
-)
-def test_the_field_says_what_its_values_were(
-    dtype: pa.DataType, metadata: dict[bytes, bytes] | None
-) -> None:
-    assert storage_schema(pa.schema([("x", dtype)])).field("x").metadata == metadata
-
-
-# -- what cannot be stored -----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "dtype",
-    [
-        pa.struct([("a", pa.int64())]),
-        pa.map_(pa.string(), pa.int64()),
-        pa.null(),
-        pa.month_day_nano_interval(),
-        pa.sparse_union([pa.field("a", pa.int64())]),
-        pa.list_view(pa.int64()),
-        pa.run_end_encoded(pa.int32(), pa.int64()),
-        pa.list_(pa.struct([("a", pa.int64())])),
-        pa.list_(pa.null(), 2),
-        pa.list_(pa.float32(), 0),
-        pa.list_(pa.list_(pa.float32(), 0), 3),
-        pa.dictionary(pa.int8(), pa.struct([("a", pa.int64())])),
-    ],
-    ids=str,
-)
-def test_other_types_are_refused_by_name(dtype: pa.DataType) -> None:
-    schema = pa.schema([("good", pa.int64()), ("bad", dtype), ("worse", dtype)])
-
-    with pytest.raises(RequestError) as caught:
-        storage_schema(schema)
-    assert f"bad: {dtype}, worse: {dtype}" in str(caught.value)
-    assert "good" not in str(caught.value)
-
-
-def test_columns_of_one_name_are_refused() -> None:
-    schema = pa.schema([("a", pa.int64()), ("b", pa.int64()), ("a", pa.string())])
-
-    with pytest.raises(RequestError, match=r"several columns named a$"):
-        storage_schema(schema)
-
-
-def test_a_query_without_columns_is_refused() -> None:
-    with pytest.raises(RequestError, match="no columns"):
-        storage_schema(pa.schema([]))
+    return Layout.of_stored(stored.schema).unpack(stored)
 
 
 # -- nulls -----------------------------------------------------------------------------------------
 
 
-def test_nulls_of_all_batches_are_counted_by_column() -> None:
-    first = batch_of(pa.array([1, None, None], pa.int32()), pa.array([True, None, False]))
-    second = batch_of(pa.array([None, 4, 5], pa.int32()), pa.array([True, True, True]))
+def test_nulls_of_every_kind_come_back_and_are_counted() -> None:
+    batch = pa.RecordBatch.from_pydict(WITH_NULLS)
+    builder = ShardBuilder(logical_schema(batch.schema))
 
-    problem = problem_of(first, second)
+    builder.append(batch)
+    builder.append(batch.slice(2))
+    stored = builder.finish()
+    found = Layout.of_stored(stored.schema).unpack(stored)
 
-    assert "column 'c0' holds 3 nulls" in problem
-    assert "column 'c1' holds 1 null," in problem
-
-
-FIXED_WIDTH = [
-    *INTEGERS,
-    *(pa.bool_(), pa.date32(), pa.date64(), pa.time32("s"), pa.time32("ms")),
-    *(pa.time64("us"), pa.time64("ns"), pa.duration("s"), pa.duration("ns")),
-    *(pa.timestamp("s"), pa.timestamp("us"), pa.timestamp("ns", "Europe/Berlin")),
-]
+    assert found.equals(pa.concat_batches([batch, batch.slice(2)]))
+    assert builder.nulls == {
+        "number": 1, "price": 1, "ok": 1, "at": 1, "image": 1, "image[]": 2, "address": 1,
+        "address.zip": 2,
+    }  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", FIXED_WIDTH, ids=str)
-def test_the_coalesce_of_the_message_mends_the_query_and_keeps_the_type(
-    dtype: pa.DataType,
+def test_columns_without_nulls_have_no_bits() -> None:
+    batch = pa.RecordBatch.from_pydict(WITH_NULLS).slice(0, 1)
+    builder = ShardBuilder(logical_schema(batch.schema))
+
+    builder.append(batch)
+
+    assert builder.finish().schema.names == builder.layout.schema.names
+    assert not builder.nulls
+
+
+@pytest.mark.parametrize("name", WITH_NULLS)
+def test_a_spec_that_refuses_nulls_gets_their_column_and_number(name: str) -> None:
+    batch = pa.RecordBatch.from_pydict({name: WITH_NULLS[name]})
+    builder = ShardBuilder(logical_schema(batch.schema), refuse_nulls=True)
+    builder.append(batch)
+
+    with pytest.raises(LoadError, match=rf"column '{name}.*' holds [12] nulls?, .*COALESCE"):
+        builder.finish()
+
+
+def test_a_null_in_a_column_that_has_none_by_its_type_is_refused() -> None:
+    logical = pa.schema([pa.field("a", pa.int64(), nullable=False)])
+    builder = ShardBuilder(logical)
+    builder.append(pa.RecordBatch.from_arrays([pa.array([1, None])], schema=logical))
+
+    with pytest.raises(LoadError, match="column 'a' holds 1 null"):
+        builder.finish()
+
+
+def test_what_lies_under_a_null_does_not_decide_the_stored_bytes() -> None:
+    def stored(hidden: int) -> pa.RecordBatch:
+        values = pa.array([1, hidden], pa.int64())
+        masked = pa.Array.from_buffers(
+            pa.int64(), 2, [pa.py_buffer(b"\x01"), values.buffers()[1]], null_count=1
+        )
+        builder = ShardBuilder(pa.schema([("c0", pa.int64())]))
+        builder.append(batch_of(masked))
+        return builder.finish()
+
+    assert stored(7).equals(stored(8))
+
+
+# -- files -----------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sets(st.sampled_from(sorted(WITH_NULLS)), min_size=1), st.booleans(), st.integers(0, 7))
+def test_a_file_that_was_made_before_its_nulls_were_known_has_its_rows_in_their_places(
+    tmp_path_factory: pytest.TempPathFactory, names: set[str], has_nulls: bool, more: int
 ) -> None:
-    column = 'an "odd" name'
-    batch = pa.RecordBatch.from_arrays([pa.nulls(1, dtype)], names=[column])
-    problem = problem_of(batch)
-    assert f"column {column!r} holds 1 null," in problem
+    columns = {name: WITH_NULLS[name] for name in sorted(names)}
+    batch = pa.RecordBatch.from_pydict(columns).slice(0, 3 if has_nulls else 1)
+    whole = pa.concat_batches([batch] * (1 + more))
+    path: Path = tmp_path_factory.mktemp("draft") / "shard.arrow"
+    path.touch()
+    logical = logical_schema(batch.schema)
+    with ShardDraft(path, Layout(logical, ()), whole.num_rows) as draft:
+        builder = ShardBuilder(logical, whole.num_rows, draft)
+        for _ in range(1 + more):
+            builder.append(batch)
+        stored = builder.finish()
+        draft.complete(stored)
 
-    coalesce = problem.partition("write ")[2].partition(" in the sql")[0]
-    mended = check_query(f"SELECT {coalesce} FROM source", {"source": batch.schema})
+    mapped = MappedShard(SealedShard(0, whole.num_rows, path.stat().st_size, ""), path)
 
-    assert coalesce.startswith("COALESCE(")
-    assert mended.schema.names == [column]
-    assert mended.schema.field(0).type == dtype
+    assert mapped.layout.unpack(mapped.batch).equals(whole)
+
+
+# -- types -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "dtype",
+    ("given", "kept"),
     [
-        pa.list_(pa.int32(), 2),
-        pa.list_(pa.float32(), 2),
-        pa.list_(pa.bool_(), 2),
-        pa.list_(pa.decimal128(5, 1), 2),
-        pa.list_(pa.date32(), 2),
-        pa.list_(pa.list_(pa.int32(), 2), 2),
-        pa.list_(pa.list_(pa.float32(), 2), 2),
+        (pa.array(["a", None]).dictionary_encode(), pa.string()),
+        (pa.array(["a", None], pa.string_view()), pa.string()),
+        (pa.array(["a", None]), pa.dictionary(pa.int8(), pa.string())),
+        (pa.array([[1], None], pa.list_view(pa.int64())), pa.list_(pa.int64())),
     ],
-    ids=str,
 )
-def test_a_null_in_place_of_a_fixed_size_list_is_refused(dtype: pa.DataType) -> None:
-    problem = problem_of(batch_of(pa.array([None, None], dtype)), batch_of(pa.nulls(1, dtype)))
+def test_values_may_come_in_another_encoding(given: pa.Array, kept: pa.DataType) -> None:
+    builder = ShardBuilder(pa.schema([("c0", kept)]))
 
-    assert "column 'c0' holds 3 nulls" in problem
-    assert "COALESCE" not in problem
+    builder.append(batch_of(given))
+    stored = builder.finish()
+    found = Layout.of_stored(stored.schema).unpack(stored)
 
-
-def test_a_null_inside_a_fixed_size_list_is_nan_or_refused() -> None:
-    floats = pa.array([[0.5, None], [1.5, 2.5]], FSL)
-    integers = pa.array([[1, None], [None, 2]], pa.list_(pa.int32(), 2))
-
-    assert same(pack_column(floats).to_pylist(), [[0.5, NAN], [1.5, 2.5]])
-    assert "column 'c0' holds 2 nulls" in problem_of(batch_of(integers))
+    assert found.column(0).type.equals(kept)
+    assert found.column(0).to_pylist() == given.to_pylist()
 
 
-def test_a_null_list_within_a_fixed_size_list_is_refused() -> None:
-    array = pa.array([[[0.5, 1.5], None]], pa.list_(FSL, 2))
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [(pa.array([300]), pa.int8()), (pa.array([1.5]), pa.int64()), (pa.array([[1]]), pa.int64())],
+)
+def test_values_that_do_not_fit_their_type_are_refused_by_name(
+    given: pa.Array, kept: pa.DataType
+) -> None:
+    builder = ShardBuilder(pa.schema([("c0", kept)]))
 
-    assert "column 'c0' holds 1 null," in problem_of(batch_of(array))
+    with pytest.raises(LoadError, match=rf"column 'c0' comes as .*, not as {kept}"):
+        builder.append(batch_of(given))
 
 
-def test_a_null_outside_of_a_slice_does_not_count() -> None:
-    array = pa.array([None, [1, 2], [3, 4], None], pa.list_(pa.int32(), 2))
+def test_types_that_cannot_be_stored_are_refused_by_name() -> None:
+    union = pa.union([("a", pa.int64())], mode="sparse")
 
-    assert pack_column(array.slice(1, 2)).to_pylist() == [[1, 2], [3, 4]]
+    with pytest.raises(RequestError, match=r"'u': .*union.*'v': .*union"):
+        logical_schema(pa.schema([("u", union), ("ok", pa.int64()), ("v", pa.list_(union))]))
 
 
-def test_values_under_a_null_do_not_come_through() -> None:
-    values = pa.array([1.0, 2.0], pa.float32())
-    masked = pa.Array.from_buffers(
-        pa.float32(), 2, [pa.py_buffer(b"\x01"), values.buffers()[1]], null_count=1
-    )
-
-    assert same(pack_column(masked).to_pylist(), [1.0, NAN])
+def test_names_must_be_unique_also_with_those_of_fields() -> None:
+    for names in (["a.zip", "a"], ["address.zip", "address"]):
+        with pytest.raises(RequestError, match="several columns, or fields of structs, are named"):
+            logical_schema(pa.schema([(names[0], pa.int64()), (names[1], ADDRESS)]))
+    with pytest.raises(RequestError, match="there are no columns"):
+        logical_schema(pa.schema([]))
 
 
 # -- rows ------------------------------------------------------------------------------------------
@@ -492,7 +240,7 @@ def test_any_batches_make_the_same_shard_as_one(
 
 def test_columns_are_taken_by_name_in_any_order() -> None:
     batch = pa.RecordBatch.from_pydict({"a": [1, 2], "b": [3, 4]})
-    builder = ShardBuilder(storage_schema(batch.schema))
+    builder = ShardBuilder(logical_schema(batch.schema))
 
     builder.append(batch.select(["b", "a"]))
 
@@ -501,7 +249,7 @@ def test_columns_are_taken_by_name_in_any_order() -> None:
 
 def test_the_builder_counts_its_rows_and_bytes() -> None:
     batch = batch_of(pa.array([1, 2, 3]), pa.array(["a", "bc", "d"]))
-    builder = ShardBuilder(storage_schema(batch.schema))
+    builder = ShardBuilder(logical_schema(batch.schema))
     assert (builder.num_rows, builder.num_bytes) == (0, 0)
 
     builder.append(batch)

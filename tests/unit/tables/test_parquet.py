@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache_protocol.errors import LoadError
-from cache_server.shards.packing import storage_schema
+from cache_server.shards.packing import logical_schema
 from cache_server.source.pinned import SourceFile, Split
 from cache_server.sql import loader
 from cache_server.tables import files as sources
@@ -46,7 +46,7 @@ def write_groups(path: Path, groups: Sequence[int], **options: Any) -> pa.Table:
 def plan_parquet(path: Path, target_bytes: int) -> tuple[pa.Schema, tuple[Split, ...]]:
     files = (pinned(path),)
     schema, footers = parquet_schema(files)
-    stored = storage_schema(pa.schema([f for f in schema if not pa.types.is_struct(f.type)]))
+    stored = logical_schema(pa.schema([f for f in schema if not pa.types.is_struct(f.type)]))
     return schema, parquet.cut(files, footers, stored, target_bytes)
 
 
@@ -102,7 +102,7 @@ def test_columns_are_found_by_name_and_missing_ones_are_null_where_the_spec_says
     files = find(tmp_path)[1]
 
     schema, footers = parquet_schema(files, "null")
-    splits = parquet.cut(files, footers, storage_schema(schema), 10**9)
+    splits = parquet.cut(files, footers, logical_schema(schema), 10**9)
 
     assert schema.names == ["a", "b", "c"]
     assert [row for split in splits for row in read(split, "parquet", schema)] == [
@@ -147,7 +147,7 @@ def test_timestamps_of_96_bits_keep_far_dates(tmp_path: Path, kind: str, by_arro
 
     files = (pinned(path),)
     schema, footers = parquet_schema(files)
-    (split,) = parquet.cut(files, footers, storage_schema(pa.schema([schema.field("i")])), 1)
+    (split,) = parquet.cut(files, footers, logical_schema(pa.schema([schema.field("i")])), 1)
 
     assert schema.field("t").type == dtype
     rows = read(split, "parquet", schema, "SELECT t FROM source")
@@ -360,7 +360,7 @@ def grouped(path: Path, groups: Sequence[int], target_bytes: int) -> tuple[pq.Fi
             writer.write_table(pa.table({"a": np.arange(rows), "b": values}), row_group_size=rows)
     files = (pinned(path),)
     schema, footers = parquet_schema(files)
-    splits = parquet.cut(files, footers, storage_schema(schema), target_bytes)
+    splits = parquet.cut(files, footers, logical_schema(schema), target_bytes)
     return footers[0], parquet.with_group_bytes(splits, files, footers, ["b"])
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from cache_protocol.datasets.dataset_spec import DatasetSpec
 from cache_server.plan.pinned_version import plan_version
-from cache_server.shards.packing import storage_schema
+from cache_server.shards.packing import logical_schema
 from cache_server.tables import files as sources
 from tests.table_files import read, table_spec, touch
 
@@ -24,7 +24,7 @@ def write_partitions(root: Path) -> Path:
 
 def test_the_columns_in_the_names_of_directories_appear_with_their_types(tmp_path: Path) -> None:
     _, pin = sources.pin(table_spec(write_partitions(tmp_path)))
-    splits = pin.cut(storage_schema(pin.schema), 10**9)
+    splits = pin.cut(logical_schema(pin.schema), 10**9)
 
     rows = [row for split in splits for row in read(split, "parquet", pin.schema)]
 
@@ -50,7 +50,7 @@ def test_keys_that_begin_with_an_underscore_are_columns_as_in_spark_and_duckdb(
     touch(tmp_path / "_temporary" / "day=1" / "_hour=1" / "y.parquet")
 
     _, pin = sources.pin(table_spec(tmp_path))
-    splits = pin.cut(storage_schema(pin.schema), 10**9)
+    splits = pin.cut(logical_schema(pin.schema), 10**9)
 
     rows = [row for split in splits for row in read(split, "parquet", pin.schema)]
     assert rows == [{"n": number, "day": number, "_hour": number} for number in (1, 2)]

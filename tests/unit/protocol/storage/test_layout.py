@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache_protocol.errors import RequestError
+from cache_protocol.storage.flat_columns import list_shape, numpy_dtype
 from cache_protocol.storage.layout import (
     GUESSED_VALUE_BYTES,
     Layout,
@@ -16,13 +17,11 @@ from cache_protocol.storage.layout import (
     equal_lists,
     from_equal_lists,
     from_matrix,
-    list_shape,
-    numpy_dtype,
     pool_array,
     pool_matrix,
     schema_from_bytes,
 )
-from cache_server.shards.packing import ShardBuilder, storage_schema
+from cache_server.shards.packing import ShardBuilder, logical_schema
 
 quick = settings(max_examples=80)
 
@@ -46,7 +45,7 @@ names = st.one_of(
     st.text(st.characters(blacklist_categories=["Cs"]), max_size=5),
 )
 schemas = st.dictionaries(names, types, min_size=1, max_size=6).map(
-    lambda fields: storage_schema(pa.schema(list(fields.items())))
+    lambda fields: logical_schema(pa.schema(list(fields.items())))
 )
 
 
@@ -73,7 +72,8 @@ def batch_of(schema: pa.Schema, count: int, seed: int = 0) -> pa.RecordBatch:
 def pack(batch: pa.RecordBatch) -> tuple[Layout, pa.RecordBatch]:
     builder = ShardBuilder(batch.schema)
     builder.append(batch)
-    return builder.layout, builder.finish()
+    stored = builder.finish()
+    return Layout.of_stored(stored.schema), stored
 
 
 def columns_of(layout: Layout) -> list[tuple[str, tuple[str, ...]]]:
@@ -124,7 +124,6 @@ def test_columns_named_like_stored_ones_come_back_as_themselves() -> None:
             "b": pa.array([5, 6], pa.int64()),
         }
     )
-    batch = batch.cast(storage_schema(batch.schema))
 
     layout, stored = pack(batch)
 
@@ -219,27 +218,6 @@ def test_a_file_has_its_layout_in_its_metadata(
     assert found.logical.equals(layout.logical, check_metadata=True)
     assert columns_of(found) == columns_of(layout)
     assert found.unpack(read).equals(batch)
-
-
-def test_the_logical_metadata_survives_the_file(tmp_path: Path) -> None:
-    logical = storage_schema(
-        pa.schema(
-            [
-                ("day", pa.date32()),
-                ("at", pa.timestamp("us", "UTC")),
-                ("when", pa.list_(pa.date32(), 2)),
-                ("view", pa.string_view()),
-            ]
-        )
-    )
-    _, stored = pack(batch_of(logical, 3))
-
-    found = Layout.of_stored(write_ipc(tmp_path / "x.arrow", stored).schema).logical
-
-    assert found.field("day").metadata[b"cache.unit"] == b"D"
-    assert found.field("at").metadata[b"cache.timezone"] == b"UTC"
-    assert found.field("when").metadata[b"cache.unit"] == b"D"
-    assert found.field("view").metadata[b"cache.source_type"] == b"string_view"
 
 
 def test_a_foreign_schema_is_no_stored_batch() -> None:
