@@ -103,7 +103,7 @@ def floats_of(
     if column.kind == "number":
         found: Array = scaled_floats(stored, dtype.scale)  # type: ignore[arg-type]
     else:
-        found = nearest_floats(_as_arrow(column, dtype, stored)).to_numpy(zero_copy_only=False)
+        found = nearest_floats(_as_arrow(column, dtype, stored)).to_numpy().copy()
     if nulls is not None:
         found[nulls] = fill
     return found

@@ -240,7 +240,7 @@ def _check_stacks(
             raise ConfigError(f"stack {name!r}: {error}") from None
         for column in columns:
             flat = layout.flat.get(column)
-            if flat is None or not (flat.kind == "number" or _is_decimal(flat)):
+            if flat is None or not _is_single(flat):
                 kind = "struct" if flat is None else flat.dtype
                 raise ConfigError(
                     f"stack {name!r}: column {column!r} is a {kind}, only numbers can be stacked"
@@ -303,6 +303,16 @@ def _is_decimal(column: FlatColumn) -> bool:
     return column.kind != "arrow" and bool(pa.types.is_decimal(value_type(column)))
 
 
+def _is_as_stored(column: FlatColumn) -> bool:
+    """Whether a batch has the numbers that are stored."""
+    return is_number_column(column) and not _is_decimal(column)
+
+
+def _is_single(column: FlatColumn) -> bool:
+    """Whether it has one number a row."""
+    return is_number_column(column) and (column.kind == "number" or _is_decimal(column))
+
+
 def _views(layout: Layout, stacks: Mapping[str, Sequence[str]]) -> dict[str, _View]:
     """What can be a view of a packed matrix: columns, and stacks of neighbours in order."""
     stacked = {column for columns in stacks.values() for column in columns}
@@ -311,7 +321,7 @@ def _views(layout: Layout, stacks: Mapping[str, Sequence[str]]) -> dict[str, _Vi
         for index, column in enumerate(layout.columns)
         if column.kind == "packed"
         for position, name in enumerate(column.names)
-        if name not in stacked and not _is_decimal(layout.flat[name])
+        if name not in stacked and _is_as_stored(layout.flat[name])
     }
     for name, columns in stacks.items():
         places = [layout.place(column) for column in columns]
@@ -448,16 +458,17 @@ def _copy_getter(
 
 def _number_getter(layout: Layout, column: FlatColumn, rules: NullRules) -> _Getter:
     """The numbers of a column that can be stacked."""
-    index, position = layout.place(column.name)
-    fill = rules.fills.get(column.name, np.nan)
-
-    def numbers(rows: Rows) -> _Array:
-        matrix = rows.matrices[index]
-        return matrix[:, position] if column.kind == "number" else matrix
-
+    numbers, fill = _stored_getter(layout, column), rules.fills.get(column.name, np.nan)
     if not _is_decimal(column):
         return numbers
     return lambda rows: floats_of(column, numbers(rows), rules.nulls_of(column.name, rows), fill)
+
+
+def _stored_getter(layout: Layout, column: FlatColumn) -> Callable[[Rows], _Array]:
+    index, position = layout.place(column.name)
+    if column.kind == "number":
+        return lambda rows: rows.matrices[index][:, position]
+    return lambda rows: rows.matrices[index]
 
 
 def _column_getter(
@@ -473,7 +484,8 @@ def _column_getter(
     if _is_decimal(column):
         return _number_getter(layout, column, rules)
     if not is_number_column(column):
-        return lambda rows: words_of(column, rows.matrices[index], rules.nulls_of(name, rows))
+        words = _stored_getter(layout, column)
+        return lambda rows: words_of(column, words(rows), rules.nulls_of(name, rows))
     shaped = shape_of(column)
     return lambda rows: shaped(rows.matrices[index])
 

@@ -30,6 +30,7 @@ from cache_protocol.storage.flat_columns import (
     FlatColumn,
     FlatStruct,
     FlatTree,
+    nodes,
     numpy_dtype,
 )
 from cache_protocol.storage.layout import Layout
@@ -53,10 +54,9 @@ def nulls_problems(nulls: object) -> list[str]:
 
 def is_number_column(column: FlatColumn) -> bool:
     """Whether a batch has numbers for a column, rather than Python values."""
-    if column.kind != "numbers":
-        return column.kind == "number"
-    dtype = plain_type(column.dtype)
-    return bool(pa.types.is_fixed_size_list(dtype) or pa.types.is_decimal(dtype))
+    types, dtype = pa.types, value_type(column)
+    has_bytes = types.is_fixed_size_binary(dtype) and not types.is_decimal(dtype)
+    return column.kind != "arrow" and not has_bytes and not types.is_interval(dtype)
 
 
 def value_type(column: FlatColumn) -> pa.DataType:
@@ -84,6 +84,10 @@ class NullRules:
     def __init__(self, layout: Layout, nulls: Nulls | None = None) -> None:
         self._layout = layout
         self._units = dict(_units(layout, layout.tree))
+        rows = {node.name for node in nodes(layout.tree)}
+        self._of_values = {
+            name for name, units in self._units.items() if not rows.issuperset(units)
+        }
         fills = nulls if isinstance(nulls, Mapping) else {}
         _check_names(layout, fills)
         self.fills = {name: fill_value(layout.flat[name], value) for name, value in fills.items()}
@@ -112,18 +116,13 @@ class NullRules:
         index = self._layout.null_index
         if units is None or index is None:
             return None
-        packed = rows.matrices[index]
-        most = max(self._layout.nulls.units[unit] for unit in units)
-        found: Bits | None = None
+        of_values = name in self._of_values
+        width = math.prod(self._layout.flat[name].shape) if of_values else 1
+        found = np.zeros((rows.num_rows, width), np.bool_)
         for unit in units:
-            bits = self._layout.nulls.unpack(unit, packed)
-            if bits.shape[1] < most:
-                bits = bits.repeat(most // bits.shape[1], axis=1)
-            found = bits if found is None else found | bits
-        if found is None or most == 1:
-            return None if found is None else found[:, 0]
-        width = math.prod(self._layout.flat[name].shape)
-        return found.repeat(width // most, axis=1)
+            bits = self._layout.nulls.unpack(unit, rows.matrices[index])
+            found |= bits if bits.shape[1] in (1, width) else bits.repeat(width // bits.shape[1], 1)
+        return found if of_values else found[:, 0]
 
     def prepare(self, rows: Rows) -> None:
         """Writes what stands for nulls into the rows, in place.
@@ -255,9 +254,13 @@ def _instant(column: FlatColumn, dtype: pa.DataType, value: Any) -> int | None:
     if isinstance(value, np.datetime64 | np.timedelta64) and np.isnat(value):
         return int(np.iinfo(np.int64).min) if column.stored == pa.int64() else None
     try:
-        scalar = pa.scalar(value, dtype)
-        exact = scalar.cast(pa.scalar(value).type).equals(pa.scalar(value))
+        if isinstance(value, np.datetime64 | np.timedelta64):
+            kind, days = "m" if pa.types.is_duration(dtype) else "M", pa.types.is_date32(dtype)
+            unit = "D" if days else "ms" if pa.types.is_date64(dtype) else dtype.unit
+            found = value.astype(f"{kind}8[{unit}]")
+            return int(found.astype(np.int64)) if found == value else None
+        array = pa.array([value], dtype)
+        is_exact = array[0].as_py() == value
     except (pa.ArrowException, TypeError, ValueError, OverflowError):
         return None
-    number = pa.array([scalar.as_py()], dtype).view(column.stored)[0].as_py() if exact else None
-    return None if number is None else int(number)
+    return int(array.view(column.stored)[0].as_py()) if is_exact else None

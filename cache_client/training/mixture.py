@@ -43,6 +43,8 @@ from cache_client.views.mixture_view import MixedSource, MixtureView
 from cache_client.views.view import Samples, Shuffle
 from cache_protocol.datasets.values import is_text
 from cache_protocol.errors import ConfigError, checked
+from cache_protocol.storage.flat_columns import nodes
+from cache_protocol.storage.layout import Layout
 
 _MAX_STEPS = 2**40
 _MAX_NAME = 200  # of the report's name of what is read
@@ -133,7 +135,7 @@ class CacheMixture(RankBatches):
             checked(
                 problems,
                 lambda: first.opened.job_view.column_names(
-                    first.config.converter(first.opened.layout).names,
+                    first.config.converter(_layout(datasets)).names,
                     pad_mask=first.config.pad_mask,
                     source_column=source_column,
                 ),
@@ -307,12 +309,17 @@ def _joined(
         hashlib.sha256(view.identity.encode()).hexdigest()[:32],
         source,
         replace(first.job_view, view=view, assembler=assembler),
-        first.layout.with_nulls(
-            {name for each in datasets.values() for name in each.opened.layout.nulls.units}
-        ),
+        _layout(datasets),
         config.window_sizes(source.shards, view.rows_per_slot),
         tuple(dict.fromkeys(n for each in datasets.values() for n in each.opened.nodes)),
     )
+
+
+def _layout(datasets: Mapping[str, CacheIterableDataset]) -> Layout:
+    """That of the rows, with the nulls of all sources; their columns must be the same."""
+    first, *others = [dataset.opened.layout for dataset in datasets.values()]
+    names = {name for each in (first, *others) for name in each.nulls.units}
+    return first.with_nulls(names & {n for node in nodes(first.tree) for n in node.null_units})
 
 
 @dataclass(frozen=True)

@@ -52,14 +52,3 @@ def scaled_floats(integers: npt.NDArray[np.signedinteger[Any]], scale: int) -> F
         texts = (f"{number}e{-scale}" for number in integers[~exact].tolist())
         floats[~exact] = [float(text) for text in texts]
     return floats
-
-
-def of_strings(dtype: pa.DataType) -> pa.DataType:
-    """Lists like ``dtype``, of strings."""
-    if pa.types.is_fixed_size_list(dtype):
-        return pa.list_(of_strings(dtype.value_type), dtype.list_size)
-    if pa.types.is_list(dtype):
-        return pa.list_(of_strings(dtype.value_type))
-    if pa.types.is_large_list(dtype):
-        return pa.large_list(of_strings(dtype.value_type))
-    return pa.string()
