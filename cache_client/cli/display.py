@@ -334,7 +334,9 @@ def _shortest(value: object, dtype: pa.DataType) -> object:
 
     As float64, Python would show 0.1 as 0.10000000149011612.
     """
-    if isinstance(value, list) and isinstance(dtype, pa.ListType | pa.LargeListType | pa.FixedSizeListType):
+    if isinstance(value, list) and isinstance(
+        dtype, pa.ListType | pa.LargeListType | pa.FixedSizeListType
+    ):
         return [_shortest(item, dtype.value_type) for item in value]
     if isinstance(value, dict) and isinstance(dtype, pa.StructType):
         return {name: _shortest(each, dtype.field(name).type) for name, each in value.items()}

@@ -423,7 +423,9 @@ class Lookups:
                 "dataset that you want, or leave out yours by columns"
             )
         units = {unit for one in self.lookups for unit in one.null_units}
-        object.__setattr__(self, "layout", Layout(pa.schema(fields), units | self._kept_units(read)))
+        object.__setattr__(
+            self, "layout", Layout(pa.schema(fields), units | self._kept_units(read))
+        )
 
     def _kept_units(self, read: Sequence[pa.Field]) -> set[str]:
         """The units of null bits of the columns that are read and shown."""
