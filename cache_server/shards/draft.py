@@ -62,9 +62,7 @@ class ShardDraft:
         self._digests = PieceDigests()
         self._file = path.open("r+b")
         try:
-            units = [name for node in nodes(layout.tree) for name in node.null_units]
-            longest = layout.with_nulls(units)
-            self._offsets, self._end = _places(longest, num_rows, _PADDING_BYTES)
+            self._offsets, self._end = _places(_longest(layout), num_rows, _PADDING_BYTES)
             if grow is not None:
                 os.ftruncate(self._file.fileno(), self._end)  # takes no room
             else:  # a full disk shows at the beginning of a load
@@ -107,21 +105,9 @@ class ShardDraft:
             batch: of the draft's layout. Columns of other memory are copied.
         """
         mapped = 0 if self._map is None else np.frombuffer(self._map, np.uint8).ctypes.data
-        padding = self._padding(Layout.of_stored(batch.schema))
         sink = _Sink(self._write_at, mapped)
-        _write(sink, batch, padding)
+        _write(sink, padded(batch))
         os.ftruncate(self._file.fileno(), sink.position)
-
-    def _padding(self, layout: Layout) -> int:
-        """The padding with which each column has the same place as in the longest layout."""
-        padding = _PADDING_BYTES
-        for _ in range(_MOST_TRIES):
-            places, _ = _places(layout, self._num_rows, padding)
-            missing = {self._offsets[index] - place for index, place in places.items()}
-            if missing == {0}:
-                return padding
-            padding += min(missing)
-        raise AssertionError(f"no padding of {layout.schema} gives {self._offsets}")
 
     def digests(self) -> bytes:
         """The digests of the complete file; most of it was hashed while it was written."""
@@ -145,7 +131,7 @@ def _places(layout: Layout, num_rows: int, padding: int) -> tuple[dict[int, int]
         for column in layout.columns
     ]
     sink = _Sink(None, 0)
-    _write(sink, pa.RecordBatch.from_arrays(columns, schema=layout.schema), padding)
+    _write(sink, _with_padding(pa.RecordBatch.from_arrays(columns, schema=layout.schema), padding))
     places = {}
     end = 0
     for index, column in enumerate(layout.columns):
@@ -161,11 +147,38 @@ def _untouched(rows: int, width: int, dtype: np.dtype[np.generic]) -> Matrix:
     return np.frombuffer(mmap.mmap(-1, rows * width * dtype.itemsize), dtype).reshape(rows, width)
 
 
-def _write(sink: _Sink, batch: pa.RecordBatch, padding: int) -> None:
+def padded(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """A stored batch whose messages are as long as those of the longest layout.
+
+    Each packed or matrix column then has a place that does not depend on the nulls.
+    """
+    layout, num_rows = Layout.of_stored(batch.schema), batch.num_rows
+    if not num_rows or all(column.dtype is None for column in layout.columns):
+        return batch
+    wanted, _ = _places(_longest(layout), num_rows, _PADDING_BYTES)
+    padding = _PADDING_BYTES
+    for _ in range(_MOST_TRIES):
+        places, _ = _places(layout, num_rows, padding)
+        missing = {wanted[index] - place for index, place in places.items()} or {0}
+        if missing == {0}:
+            return _with_padding(batch, padding)
+        padding += min(missing)
+    raise AssertionError(f"no padding of {layout.schema} gives {wanted}")
+
+
+def _longest(layout: Layout) -> Layout:
+    """The layout with every unit of null bits."""
+    return layout.with_nulls([name for node in nodes(layout.tree) for name in node.null_units])
+
+
+def _with_padding(batch: pa.RecordBatch, padding: int) -> pa.RecordBatch:
     metadata = {**(batch.schema.metadata or {}), _PADDING_KEY: b" " * padding}
-    padded = batch.replace_schema_metadata(metadata)
-    with pa.PythonFile(sink, "w") as file, shard_writer(file, padded.schema) as writer:
-        writer.write_batch(padded)
+    return batch.replace_schema_metadata(metadata)
+
+
+def _write(sink: _Sink, batch: pa.RecordBatch) -> None:
+    with pa.PythonFile(sink, "w") as file, shard_writer(file, batch.schema) as writer:
+        writer.write_batch(batch)
 
 
 def shard_writer(sink: pa.NativeFile, schema: pa.Schema) -> pa.ipc.RecordBatchFileWriter:

@@ -21,13 +21,14 @@ from cache_protocol.storage.layout import Layout, Matrix, StoredColumn, from_mat
 from cache_protocol.storage.nested_values import plain_type, retyped
 from cache_protocol.storage.null_bits import BitMatrix, NullBits
 from cache_server.shards.null_advice import large_cast, null_problem
+from cache_server.sql.nested_types import with_wide_codes
 
 _INITIAL_ROWS, _INITIAL_BYTES = 65_536, 64 << 20  # whichever is less
 _PADDING_BYTES = 320
 
 
 def logical_schema(schema: pa.Schema) -> pa.Schema:
-    """The logical schema of rows that arrive with ``schema``.
+    """The logical schema of rows that arrive with ``schema``: the same, with wider codes.
 
     Raises:
         RequestError: naming every column that cannot be stored, or repeated names; or there is no
@@ -35,7 +36,9 @@ def logical_schema(schema: pa.Schema) -> pa.Schema:
     """
     if not schema.names:
         raise RequestError("there are no columns")
-    logical = pa.schema([field.with_metadata(None) for field in schema])
+    logical = pa.schema(
+        [field.with_type(with_wide_codes(field.type)).with_metadata(None) for field in schema]
+    )
     Layout(logical)
     return logical
 

@@ -273,7 +273,8 @@ class ResidentRows:
             logical = as_sql.unpack(rows)
             arrays = []
             for array, field in zip(logical.columns, schema, strict=True):
-                _check_text(field.name, array)
+                if not pa.types.is_primitive(array.type):
+                    _check_text(field.name, array)
                 arrays.append(plain_column(array, field.type))
             yield pa.RecordBatch.from_arrays(arrays, schema=schema)
 

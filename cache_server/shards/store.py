@@ -45,7 +45,7 @@ from cache_protocol.storage.shard_files import (
 from cache_server.shards import adoption, checked_names, manifest, node_name
 from cache_server.shards.checksums import PieceDigests, file_digests
 from cache_server.shards.disk import fsync, remove, remove_empty, remove_file
-from cache_server.shards.draft import ShardDraft, shard_writer
+from cache_server.shards.draft import ShardDraft, padded, shard_writer
 from cache_server.shards.version_key import VersionKey
 
 logger = logging.getLogger(__name__)
@@ -529,8 +529,9 @@ class ShardStore:
 
 def write_shard_file(path: Path, batch: pa.RecordBatch) -> None:
     """Writes a stored batch as one Arrow IPC file."""
-    with pa.OSFile(str(path), "wb") as sink, shard_writer(sink, batch.schema) as writer:
-        writer.write_batch(batch)
+    whole = padded(batch)
+    with pa.OSFile(str(path), "wb") as sink, shard_writer(sink, whole.schema) as writer:
+        writer.write_batch(whole)
 
 
 def _temporary_name(index: int) -> str:

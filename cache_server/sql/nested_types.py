@@ -35,3 +35,14 @@ def without_views(dtype: pa.DataType) -> pa.DataType:
     if dtype == pa.binary_view():
         return pa.binary()
     return with_fields(dtype, lambda field: field.with_type(without_views(field.type)))
+
+
+def with_wide_codes(dtype: pa.DataType) -> pa.DataType:
+    """A type whose dictionaries have codes of at least 32 bits.
+
+    Rows of several files, or of several batches of one, have the values of several dictionaries.
+    """
+    if not pa.types.is_dictionary(dtype):
+        return with_fields(dtype, lambda field: field.with_type(with_wide_codes(field.type)))
+    codes = dtype.index_type if dtype.index_type.bit_width >= 32 else pa.int32()
+    return pa.dictionary(codes, with_wide_codes(dtype.value_type), dtype.ordered)

@@ -21,7 +21,6 @@ from cache_server.source.pinned import BY_ARROW, PinnedTable, Split
 from cache_server.sql.formats.trailing_data import batches_of, check_end, open_arrow
 from cache_server.tables import footers, lake
 from cache_server.tables.column_sizes import column_of
-from cache_server.tables.common_types import is_shaped
 from cache_server.tables.parquet import ARROW_SCHEMA, groups_of
 
 # DataFusion makes no dictionaries of these physical types.
@@ -60,8 +59,6 @@ def _columns_for_arrow(stored: pq.ParquetSchema, arrow: bytes) -> set[str]:
         leaf = stored.column(index)
         if (name := column_of(leaf.path, types)) is None:
             continue
-        if is_shaped(schema.field(name).type):
-            found.add(name)
         is_encoded = "dictionary<" in types[name] and leaf.physical_type in _NOT_ENCODED
         if is_encoded or (leaf.physical_type == "INT96" and "tz=" in types[name]):
             found.add(name)

@@ -33,17 +33,23 @@ def plain_bytes(
     if not columns:
         return [[] for _ in groups]
     wanted = {place for _, place in columns if isinstance(place, str)}
-    leaves = {column_of(path, wanted): leaf for leaf, path in enumerate(leaf_paths(footer))}
+    leaves: dict[str | None, list[int]] = {}
+    for leaf, path in enumerate(leaf_paths(footer)):
+        leaves.setdefault(column_of(path, wanted), []).append(leaf)
     lengths = [footer.schema.column(leaf).length for leaf in range(footer.num_columns)]
 
     def size(field: pa.Field, place: Place, index: int) -> int:
         rows: int = groups[index].num_rows
         if isinstance(place, int):
             return rows * place
-        if (leaf := leaves.get(place)) is None:
+        if place not in leaves:
             return rows * value_bytes(field, None)
-        chunk = groups[index].column(leaf)
-        return _leaf_bytes(field.type, chunk, rows, unencoded[index][leaf], lengths[leaf])
+        return sum(
+            _leaf_bytes(
+                field.type, groups[index].column(leaf), rows, unencoded[index][leaf], lengths[leaf]
+            )
+            for leaf in leaves[place]
+        )
 
     unencoded = unencoded_bytes(footer)
     return [[size(*column, index) for column in columns] for index in range(len(groups))]
@@ -108,6 +114,11 @@ def _leaf_bytes(
         lists = rows * _offset_bytes(dtype)
         values -= _count_nulls(chunk)  # lists without values count as values
     while pa.types.is_nested(dtype):
+        if not hasattr(dtype, "value_type"):  # a struct or a map, of which this leaf is a part
+            width = _WIDTHS.get(chunk.physical_type)
+            return lists + (
+                values * width if width else _text_bytes(chunk, values, unencoded, length)
+            )
         dtype = dtype.value_type
     if pa.types.is_primitive(dtype):
         return lists + values * int(dtype.bit_width) // 8

@@ -20,44 +20,10 @@ _MOST_DIGITS = 76  # of decimal256
 
 
 def storage_schema(schema: pa.Schema) -> pa.Schema:
-    """``schema`` without extension types and metadata.
-
-    A column of tensors becomes lists of fixed size, one a dimension: see `storage_column`. One
-    whose dimensions are permuted stays, and is refused later.
-    """
+    """``schema`` without extension types and metadata."""
     return pa.schema(
-        [pa.field(field.name, _column_type(field.type), field.nullable) for field in schema]
+        [pa.field(field.name, _storage_type(field.type), field.nullable) for field in schema]
     )
-
-
-def is_shaped(dtype: pa.DataType) -> bool:
-    """Whether a column of this type needs `storage_column`: of tensors with several dimensions."""
-    return isinstance(dtype, pa.FixedShapeTensorType) and len(dtype.shape) > 1
-
-
-def storage_column(array: pa.Array) -> pa.Array:
-    """A column of a file, with its type in `storage_schema`; no copy."""
-    if not isinstance(array.type, pa.BaseExtensionType):
-        return array
-    storage = array.storage
-    if not is_shaped(array.type):
-        return storage
-    size, (rows, *inner) = storage.type.list_size, array.type.shape
-    values = storage.values.slice(storage.offset * size, len(storage) * size)
-    for length in reversed(inner):
-        values = pa.FixedSizeListArray.from_arrays(values, length)
-    return pa.FixedSizeListArray.from_arrays(values, rows, mask=storage.is_null())
-
-
-def _column_type(dtype: pa.DataType) -> pa.DataType:
-    if not is_shaped(dtype):
-        return _storage_type(dtype)
-    if dtype.permutation not in (None, list(range(len(dtype.shape)))):
-        return dtype
-    storage = dtype.value_type
-    for size in reversed(dtype.shape):
-        storage = pa.list_(storage, size)
-    return storage
 
 
 def _storage_type(dtype: pa.DataType) -> pa.DataType:

@@ -42,7 +42,7 @@ from cache_server.source.saved_datasets import parts_of_dict, without_metadata
 from cache_server.sql import loader
 from cache_server.sql.formats.first_bytes import FIRST_BYTES, objection
 from cache_server.tables import arrow_reader, footers, local_files, parquet
-from cache_server.tables.common_types import is_shaped, storage_schema
+from cache_server.tables.common_types import storage_schema
 from cache_server.tables.synthetic import rows_like
 
 _THREADS = 32  # mostly waiting for stores
@@ -367,7 +367,6 @@ def _common_arrow_schema(
     is_other = [
         any(
             schema.names != common.names
-            or is_shaped(schema.field(name).type)
             or not as_stored.field(name).type.equals(common.field(name).type)
             for schema, as_stored in zip(schemas, stored, strict=True)
         )

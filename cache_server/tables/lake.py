@@ -26,7 +26,6 @@ from cache_server.secrets.redaction import redacted, secret_values
 from cache_server.source.pinned import SourceFile, Split, sized_fields
 from cache_server.sql.formats.batch_rows import batch_rows
 from cache_server.tables.column_sizes import Place, plain_bytes, row_bytes
-from cache_server.tables.common_types import storage_column
 
 _SMALL_OFFSETS_BYTES = 1 << 30  # a smaller batch fits 32-bit offsets
 _MAX_REASON = 600  # characters of a library's message
@@ -94,7 +93,8 @@ def conform(
             array = pa.repeat(constants[field.name], batch.num_rows)
         else:
             array = batch.column(field.name)
-        array = storage_column(array)
+        if isinstance(array, pa.ExtensionArray):
+            array = array.storage
         arrays.append(array if array.type == field.type else array.cast(field.type))
     yield pa.RecordBatch.from_arrays(arrays, schema=schema)
 

@@ -72,14 +72,6 @@ def load(source: Path, tmp_path: Path, **options: Any) -> pa.Table:
     return load_here(DatasetSpec("t", source, **options), tmp_path / "cache")
 
 
-def as_stored(values: list[Any]) -> list[Any]:
-    """The values as the cache stores them."""
-    if isinstance(values[0], datetime.datetime):
-        epoch = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
-        return [(value - epoch) // datetime.timedelta(microseconds=1) for value in values]
-    return values
-
-
 @pytest.mark.parametrize("format", ["parquet", "arrow"])
 def test_columns_that_writers_lay_out_differently_load(tmp_path: Path, format: str) -> None:
     (source := tmp_path / "source").mkdir()
@@ -93,12 +85,7 @@ def test_columns_that_writers_lay_out_differently_load(tmp_path: Path, format: s
         write(source / str(number), pa.table({name: columns[name] for name in names}), format)
     loaded = load(source, tmp_path, columns=list(ALIKE))
     for name, (values, _) in ALIKE.items():
-        expected = as_stored(values) * FILES
-        found = loaded.column(name).to_pylist()
-        if name == "codes":
-            assert np.array_equal(found, np.array(expected, float), equal_nan=True)
-        else:
-            assert found == expected, name
+        assert loaded.column(name).to_pylist() == values * FILES, name
     kept = load(source, tmp_path, columns=["words"], filter="words = 'word' OR words LIKE 'a%'")
     assert kept.column("words").to_pylist() == ["a", "word"] * FILES
 
@@ -205,9 +192,7 @@ def test_types_without_a_common_one_are_refused_without_a_remedy(tmp_path: Path)
 
 
 @pytest.mark.parametrize("format", ["parquet", "arrow"])
-def test_extension_types_load_as_their_storage_with_the_shape_of_tensors(
-    tmp_path: Path, format: str
-) -> None:
+def test_extension_types_come_back_as_they_came(tmp_path: Path, format: str) -> None:
     (source := tmp_path / "source").mkdir()
     pixels = np.arange(4 * 3 * 2, dtype=np.float32).reshape(4, 3, 2)
     tensor = pa.FixedShapeTensorArray.from_numpy_ndarray(pixels)
@@ -223,18 +208,15 @@ def test_extension_types_load_as_their_storage_with_the_shape_of_tensors(
     write(source / "1", table.slice(0, 1), format)
     write(source / "2", table.slice(1), format)
     loaded = load(source, tmp_path, filter="flag >= 0 AND doc LIKE '%a%'")
-    assert np.array_equal(np.array(loaded.column("pixels").to_pylist()), pixels)
-    assert loaded.column("id").to_pylist() == uuids.to_pylist()
-    assert loaded.column("doc").to_pylist() == ['{"a": 1}'] * 4
-    assert loaded.column("flag").to_pylist() == [0, 1, 2, 0]
+    assert loaded.combine_chunks().equals(table)
 
 
-def test_a_tensor_with_permuted_dimensions_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_tensor_with_permuted_dimensions_comes_back_as_it_came(tmp_path: Path) -> None:
     dtype = pa.fixed_shape_tensor(pa.int8(), [3, 2], permutation=[1, 0])
     array = pa.ExtensionArray.from_storage(dtype, pa.array([[1] * 6], pa.list_(pa.int8(), 6)))
-    write(tmp_path / "1", pa.table({"pixels": array}), "parquet")
-    with pytest.raises(Exception, match=r"pixels: extension<arrow.fixed_shape_tensor"):
-        plan_version(DatasetSpec("t", tmp_path))
+    (source := tmp_path / "source").mkdir()
+    write(source / "1", pa.table({"pixels": array}), "parquet")
+    assert load(source, tmp_path).combine_chunks().equals(pa.table({"pixels": array}))
 
 
 def save_like_hugging_face(folder: Path, table: pa.Table, *, files: int = 1) -> Path:

@@ -226,7 +226,7 @@ def test_a_file_whose_columns_have_other_offsets_is_refused(tmp_path: Path) -> N
     table = MappedTable(LAYOUT, np.array([0, 10]), [10, 10])
     table.attach(0, first)
 
-    with pytest.raises(ValueError, match=r"a column at byte \d+ cannot be mapped beside"):
+    with pytest.raises(ValueError, match=r"a column at byte \d+ of a page cannot be mapped beside"):
         table.attach(1, Shifted(second.sealed, second.path))
 
 
