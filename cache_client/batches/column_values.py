@@ -34,7 +34,7 @@ from cache_protocol.storage.flat_columns import (
     put_together,
 )
 from cache_protocol.storage.layout import equal_lists, pool_matrix
-from cache_protocol.storage.nested_values import plain_type, retyped
+from cache_protocol.storage.nested_values import plain_type, retyped, storage_type
 
 Array = npt.NDArray[np.generic]
 Finish = Callable[[Any], Any]
@@ -130,55 +130,64 @@ def without(values: Any, nulls: npt.NDArray[np.bool_] | None) -> Any:
     return values
 
 
-def values_of(column: FlatColumn, array: pa.Array, batch_format: BatchFormat) -> Any:
-    """The values of an Arrow column.
+def values_getter(column: FlatColumn, batch_format: BatchFormat) -> Callable[[pa.Array], Any]:
+    """What gives the values of an Arrow column.
 
     Returns:
-        Strings as ``str``, binaries as ``bytes``, lists of numbers as 1-d arrays or tensors,
+        A function. Strings as ``str``, binaries as ``bytes``, lists of numbers as 1-d arrays or tensors,
         fixed-size lists of decimals as one array or tensor, other values as ``to_pylist`` has them.
         Nulls are None. A list of numbers with a null is a Python list. In a DataLoader worker, a
-        column of lists of numbers is a `ListColumn`.
-
-    Raises:
-        InvalidTextError: naming the column, and the row in the batch, whose bytes are no UTF-8.
+        column of lists of numbers is a `ListColumn`. It raises InvalidTextError, naming the column,
+        and the row in the batch, whose bytes are no UTF-8.
     """
+    dtype, as_torch = plain_type(column.dtype), batch_format == "torch"
+    shape, inner = list_shape(dtype)
+    if shape and pa.types.is_decimal(inner):
+        return lambda array: _decimal_matrix(array, shape, as_torch)
+    if _has_numbers(dtype):
+        finish = finish_of(dtype.value_type, batch_format)
+        return lambda array: _finished_lists(array, as_torch, finish)
+    return lambda array: _python_values(column.name, dtype, array)
+
+
+def _has_numbers(dtype: pa.DataType) -> bool:
+    types = pa.types
+    if not types.is_list(dtype) and not types.is_large_list(dtype):
+        return False
+    return is_number(storage_type(dtype.value_type)) or bool(types.is_decimal(dtype.value_type))
+
+
+def _finished_lists(array: pa.Array, as_torch: bool, finish: Finish | None) -> list[Any]:
+    if pa.types.is_decimal(array.type.value_type):
+        array = _with_values(array, nearest_floats(array.values))
+    found = _number_lists(array, as_torch)
+    if finish is not None:
+        found = [None if value is None else finish(value) for value in found]
+    return ListColumn(found) if get_worker_info() is not None else found
+
+
+def _python_values(name: str, dtype: pa.DataType, array: pa.Array) -> list[Any]:
+    found: list[Any]
     try:
-        return _values(column, array, batch_format)
+        if array.type in _TEXTS:
+            found = array.to_numpy(zero_copy_only=False).tolist()
+        else:
+            found = retyped(array, dtype).to_pylist()
+        return found
     except (UnicodeDecodeError, pa.ArrowException):
         for row in range(len(array)):
             try:
                 array[row].as_py()
             except UnicodeDecodeError as error:
                 raise InvalidTextError(
-                    f"column {column.name!r} holds no valid UTF-8 in row {row} of the batch, at "
+                    f"column {name!r} holds no valid UTF-8 in row {row} of the batch, at "
                     f"byte {error.start} of {error.object[:32]!r}: cast it to binary in the sql, "
-                    f"as in arrow_cast({column.name}, 'Binary')"
+                    f"as in arrow_cast({name}, 'Binary')"
                 ) from None
         raise
 
 
-def _values(column: FlatColumn, array: pa.Array, batch_format: BatchFormat) -> Any:
-    as_torch = batch_format == "torch"
-    if array.type in _TEXTS:
-        return array.to_numpy(zero_copy_only=False).tolist()
-    dtype = plain_type(column.dtype)
-    shape, inner = list_shape(dtype)
-    if shape and pa.types.is_decimal(inner):
-        floats = _decimal_matrix(array, shape)
-        return torch.from_numpy(floats) if as_torch else floats
-    if pa.types.is_list(dtype) or pa.types.is_large_list(dtype):
-        if pa.types.is_decimal(dtype.value_type):
-            array = _with_values(array, nearest_floats(array.values))
-        if is_number(array.type.value_type):
-            found = _number_lists(array, as_torch)
-            finish = finish_of(dtype.value_type, batch_format)
-            if finish is not None:
-                found = [None if value is None else finish(value) for value in found]
-            return ListColumn(found) if get_worker_info() is not None else found
-    return retyped(array, dtype).to_pylist()
-
-
-def _decimal_matrix(array: pa.Array, shape: tuple[int, ...]) -> Array:
+def _decimal_matrix(array: pa.Array, shape: tuple[int, ...], as_torch: bool) -> Any:
     """Fixed-size lists of decimals, as ``[B, *shape]`` of float64 with NaN for nulls."""
     num_rows = len(array)
     visible = np.ones(num_rows, np.bool_)
@@ -186,7 +195,8 @@ def _decimal_matrix(array: pa.Array, shape: tuple[int, ...]) -> Array:
         visible = (visible & array.is_valid().to_numpy(zero_copy_only=False)).repeat(size)
         array = array.values.slice(array.offset * size, len(array) * size)
     floats: Array = nearest_floats(array).fill_null(np.nan).to_numpy(zero_copy_only=False)
-    return np.where(visible, floats, np.nan).reshape(num_rows, *shape)
+    found = np.where(visible, floats, np.nan).reshape(num_rows, *shape)
+    return torch.from_numpy(found) if as_torch else found
 
 
 def _with_values(array: pa.Array, values: pa.Array) -> pa.Array:

@@ -35,7 +35,7 @@ from cache_client.batches.column_values import (
     finish_of,
     floats_of,
     shape_of,
-    values_of,
+    values_getter,
     without,
     words_of,
 )
@@ -143,7 +143,8 @@ class Converter:
         refuse_workers(self._batch_format)
         if self.makes_tables:
             return self._table(rows.to_batch())
-        self._rules.prepare(rows)
+        if self._rules.prepares:
+            self._rules.prepare(rows)
         batch: dict[str, Any] = dict.fromkeys(self._flat_names)
         as_torch = self._batch_format == "torch"
         together = as_torch and bool(self._copied) and get_worker_info() is not None
@@ -163,13 +164,14 @@ class Converter:
             batch[name] = convert(value) if isinstance(value, np.ndarray) else value
         for name, finish in self._finish:
             batch[name] = finish(batch[name])
-        masks = self._rules.masks(rows) if self._rules.valid else {}
+        masks = self._rules.masks(rows)
         if self._batch_format == "jax":
             batch = {name: to_jax(name, value) for name, value in batch.items()}
             masks = {name: to_jax(name, mask) for name, mask in masks.items()}
         if self._nested:
             batch = self._in_structs(batch)
-        batch.update((name, convert(mask)) for name, mask in masks.items())
+        for name, mask in masks.items():
+            batch[name] = convert(mask) if self._batch_format != "jax" else mask
         return batch
 
     def _in_structs(self, batch: dict[str, Any]) -> dict[str, Any]:
@@ -478,9 +480,10 @@ def _column_getter(
     index, _ = layout.place(name)
     column = layout.flat[name]
     if column.kind == "arrow":
-        return lambda rows: without(
-            values_of(column, rows.arrays[index], batch_format), rules.nulls_of(name, rows)
-        )
+        values = values_getter(column, batch_format)
+        if not rules.has_nulls(name):  # of a struct that it is in
+            return lambda rows: values(rows.arrays[index])
+        return lambda rows: without(values(rows.arrays[index]), rules.nulls_of(name, rows))
     if _is_decimal(column):
         return _number_getter(layout, column, rules)
     if not is_number_column(column):

@@ -76,6 +76,7 @@ class NullRules:
 
     Attributes:
         valid: column -> the name of its mask in a batch, for columns and structs with nulls.
+        prepares: whether `prepare` does anything.
 
     Raises:
         ConfigError: a fill value is of no column of numbers, or does not fit; quotes it.
@@ -104,6 +105,11 @@ class NullRules:
             if not masked and name in layout.flat and not self._has_value(name)
         ]
         self._written = [name for name in has_numbers if self._is_written(name)]
+        self.prepares = bool(self._refused or self._written)
+
+    def has_nulls(self, name: str) -> bool:
+        """Whether a column, or a struct that it is in, has null bits in this version."""
+        return name in self._units
 
     def nulls_of(self, name: str, rows: Rows) -> Bits | None:
         """Which values of a column or struct are null.

@@ -56,8 +56,8 @@ class CacheIterableDataset(RankBatches):
             and others.
         cache: how to reach the cache: a `Connection`, or its endpoint ``grpc://HOST:PORT``;
             default: ``CACHE_ENDPOINT``, else the cache of this TrainJob.
-        stack: new name -> columns; each becomes one ``[B, n]`` tensor in their place.
-        stack_dtype: of every stack; default: the smallest that holds its columns, as in numpy.
+        stack: new name -> columns; each becomes one ``[B, n]`` tensor in their place, of the
+            smallest dtype that holds them, as in numpy, or `Reading.stack_dtype`.
         batch_format: ``torch``, ``numpy``, ``jax`` (dicts), ``arrow`` (a RecordBatch) or ``polars``
             (a DataFrame). A DataLoader makes tensors of arrays, unless its ``collate_fn`` returns
             what it is given. No ``jax`` and no ``polars`` in DataLoader workers.
@@ -78,7 +78,7 @@ class CacheIterableDataset(RankBatches):
             background thread and before the copy.
         device: ``cuda``, ``cuda:<n>`` or ``cpu``: batches are copied there in the background, ahead
             of use, see `cache_client.batches.device`. Not in DataLoader workers.
-        reading: how rows are fetched.
+        reading: how rows are fetched, and lie in batches.
         version: which version is read. ``ready``: the newest one that is ready. ``each-epoch``:
             every epoch reads the newest version that is ready when the first rank begins it; see
             `set_epoch`. All ranks need the same ``job``. ``first-rows``: the newest one, as soon as
@@ -127,7 +127,6 @@ class CacheIterableDataset(RankBatches):
         data_parallel: DeviceMesh | ProcessGroup | None = None,
         batch_format: BatchFormat = "torch",
         stack: Mapping[str, Sequence[str]] | None = None,
-        stack_dtype: torch.dtype | str | None = None,
         decode: Mapping[str, ImageMode] | None = None,
         nulls: Nulls | None = None,
         transform: Callable[[Any], Any] | None = None,
@@ -154,7 +153,6 @@ class CacheIterableDataset(RankBatches):
             data_parallel=data_parallel,
             batch_format=batch_format,
             stack=stack,
-            stack_dtype=stack_dtype,
             decode=decode,
             nulls=nulls,
             transform=transform,

@@ -40,7 +40,7 @@ VERSIONS: tuple[Version, ...] = get_args(Version)
 
 @dataclass(frozen=True)
 class Reading:
-    """How rows are fetched. The defaults were measured over loopback.
+    """How rows are fetched, and lie in batches. The defaults were measured over loopback.
 
     Args:
         message_bytes: target size of one message of a node, in whole batches. A window has 4 to 8
@@ -49,6 +49,8 @@ class Reading:
             most 256 MiB.
         copy: give each single column contiguous memory that keeps no other rows; False: columns
             are strided views of the rows of a window, which costs less where they are many.
+        stack_dtype: of every ``stack``, a dtype of torch or numpy; default: the smallest that holds
+            its columns, as in numpy.
 
     Raises:
         ConfigError: quotes every bad argument.
@@ -57,6 +59,7 @@ class Reading:
     message_bytes: int = MESSAGE_BYTES
     prefetch_batches: int | None = None
     copy: bool = True
+    stack_dtype: torch.dtype | str | None = None
 
     def __post_init__(self) -> None:
         problems = integer_problem("message_bytes", self.message_bytes, 1, _MAX_MESSAGE_BYTES)
@@ -167,7 +170,6 @@ def checked_config(
     data_parallel: Any,
     batch_format: BatchFormat,
     stack: Mapping[str, Sequence[str]] | None,
-    stack_dtype: torch.dtype | str | None,
     decode: Mapping[str, ImageMode] | None,
     nulls: Nulls | None,
     transform: Callable[[Any], Any] | None,
@@ -230,7 +232,7 @@ def checked_config(
         pad_mask=pad_mask,
         batch_format=batch_format,
         stack=stack,
-        stack_dtype=stack_dtype,
+        stack_dtype=fetched.stack_dtype,
         decode=decode,
         nulls=nulls,
         # Copies to a device are contiguous anyway.

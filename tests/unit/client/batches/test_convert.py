@@ -123,11 +123,11 @@ def test_a_scalar_column_is_contiguous_and_keeps_no_other_rows(
 
 BOOLS = pa.schema(
     [
-        pa.field("flag", pa.uint8(), metadata={"cache.source_type": "bool"}),
+        pa.field("flag", pa.bool_()),
         pa.field("number", pa.uint8()),
-        pa.field("other", pa.uint8(), metadata={"cache.source_type": "bool"}),
-        pa.field("pair", pa.list_(pa.uint8(), 2), metadata={"cache.source_type": "bool"}),
-        pa.field("some", pa.list_(pa.uint8()), metadata={"cache.source_type": "bool"}),
+        pa.field("other", pa.bool_()),
+        pa.field("pair", pa.list_(pa.bool_(), 2)),
+        pa.field("some", pa.list_(pa.bool_())),
     ]
 )
 

@@ -1,4 +1,4 @@
-"""Every Arrow type in batches of torch and numpy: the values that Arrow has, by the rules of nulls."""
+"""Every Arrow type in batches of torch and numpy: the values that Arrow has."""
 
 from __future__ import annotations
 

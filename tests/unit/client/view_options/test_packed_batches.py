@@ -73,7 +73,7 @@ def reference(documents, masks, slots, *, length, pad, cut, order):
 def test_a_batch_is_that_of_loops(lengths, length, cut, large, seed, data):
     rng = np.random.default_rng(seed)
     documents = [rng.integers(0, 999, n).tolist() for n in lengths]
-    masks = [(rng.integers(0, 2, n) > 0).tolist() for n in lengths]
+    masks = [rng.integers(0, 2, n).tolist() for n in lengths]
     shuffle = views_view.Shuffle(True, None, seed)
     view = packing.PackingView(
         views_view.PlainView(len(lengths)),
@@ -89,11 +89,10 @@ def test_a_batch_is_that_of_loops(lengths, length, cut, large, seed, data):
         slots += [0]  # as `pad_mask` repeats it
     samples = view.samples(np.array(slots), 0).shared([len(slots)])
     kind = pa.large_list(pa.uint16()) if large else pa.list_(pa.int32())
-    bools = pa.list_(pa.bool_())
-    if large:
-        bools, masks = pa.list_(pa.uint8()), [[int(each) for each in mask] for mask in masks]
     rows = rows_of(
-        ("tokens", documents, kind), ("mask", masks, bools), row_ids=samples.row_ids.tolist()
+        ("tokens", documents, kind),
+        ("mask", masks, pa.list_(pa.uint8())),  # as booleans are stored, too
+        row_ids=samples.row_ids.tolist(),
     )
     assemble = packed_batches.PackedAssembler(
         "tokens", length, 7, packing.PACK_OUTPUTS, "torch", label_mask="mask"
