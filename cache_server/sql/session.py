@@ -28,6 +28,7 @@ from cache_server.sql import exactness
 from cache_server.sql.exactness import Mode
 from cache_server.sql.formats.batch_rows import DEFAULT_BATCH_ROWS
 from cache_server.sql.lineage import parts, variant
+from cache_server.sql.planned_types import planned_schema
 from cache_server.sql.quoting import identifier
 from cache_server.sql.selection import Selection, selection_of
 
@@ -122,13 +123,13 @@ def _mode_of(sql: str, tables: tuple[tuple[str, pa.Schema], ...]) -> Mode:
             f"sql {sql!r}: DataFusion rounds {number}, which is compared with decimals: write "
             f"{_as_decimal(number)} instead"
         )
-        schema = frame.schema()
+        schema = planned_schema(context, frame)
         try:
             context, frame = planned(mode)
         except Exception:  # DataFusion raises bare Exception; no decimal is 1e300
             raise rounded from None
         plan = frame.optimized_logical_plan()
-        if frame.schema() != schema or exactness.casts_doubles(plan, context):
+        if planned_schema(context, frame) != schema or exactness.casts_doubles(plan, context):
             raise rounded
     plan = frame.optimized_logical_plan()
     if not exactness.simplifies_wrongly(plan, context):
