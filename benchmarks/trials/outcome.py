@@ -29,4 +29,4 @@ class Outcome:
     def refuse(self, who: str, reason: str) -> None:
         """Counts a query that an engine refused."""
         self.counts[f"refused by {who}"] += 1
-        self.errors[reason[:60]] += 1
+        self.errors[reason[:110]] += 1

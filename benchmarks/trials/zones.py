@@ -1,7 +1,8 @@
 """Generated conditions on times of zones whose clocks jump, for `differential`.
 
 A load must keep the rows that Python's zoneinfo keeps. DuckDB is a second opinion, for expressions
-that it computes in the zone, too. The rows are next to jumps since 1970: before, tz databases differ.
+that it computes in the zone, too. The rows are next to jumps since 1970: of earlier ones, the time
+zone databases differ.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ def _is_at_new_year(second: int, zone: str) -> bool:
 def compare_zones(
     zones: Sequence[str], conditions_a_table: int, seed: int, directory: Path, outcome: Outcome
 ) -> None:
-    """Compares conditions over one table for each zone and unit; zones without jumps are left out."""
+    """Compares conditions over one table for each unit of each zone that has jumps."""
     rng = random.Random(seed)
     engine = duckdb.connect(config={"threads": 1})
     for zone in zones:
@@ -182,4 +183,6 @@ class _Table:
                 "ORDER BY row"
             )
             if (theirs := [row for (row,) in found.fetchall()]) != expected:
-                outcome.disagree(f"{self._name} {condition}\n  DuckDB {theirs}\n  Python {expected}")
+                outcome.disagree(
+                    f"{self._name} {condition}\n  DuckDB {theirs}\n  Python {expected}"
+                )

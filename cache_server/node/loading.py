@@ -32,6 +32,7 @@ from cache_server.shards.version_key import VersionKey
 from cache_server.source.pinned import PinnedTable, Split
 from cache_server.sql import loader, queries
 from cache_server.sql.bounded import is_unbounded
+from cache_server.sql.planned_types import other_types
 from cache_server.sql.quoting import identifier
 from cache_server.sql.sql_process import ANY, Limits
 

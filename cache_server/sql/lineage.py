@@ -1,7 +1,7 @@
 """Lineage: result columns -> the table columns they come from. Pure.
 
-- *Passed on*: a column that the query only renames, also through subqueries, joins and GROUP BY. Its
-  values and its type are those of the table, whatever DataFusion makes of the type.
+- *Passed on*: a column that the query only renames, also through subqueries, joins and GROUP BY.
+  Its values and its type are those of the table, whatever DataFusion makes of the type.
 - *Of a known size*: a column is also as large as that of a table if the query casts it to a type of
   the same kind, or takes a field of a struct.
 

@@ -1,7 +1,7 @@
 """The types of a query's result: as DataFusion plans them, and whether its rows have them.
 
-Only the analysed plan knows the types: as written, ``CASE WHEN f IS NULL THEN 0 ELSE f END`` has the
-type of 0, and a UNION that of its first query. So no other module asks a data frame for its schema.
+Only the analysed plan knows the types. A data frame knows those of the query as written, in which
+``CASE WHEN f IS NULL THEN 0 ELSE f END`` has the type of 0, and a UNION that of its first query.
 """
 
 from __future__ import annotations
