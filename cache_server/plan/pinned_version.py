@@ -32,7 +32,7 @@ from cache_server.shards.version_key import VersionKey
 from cache_server.source.pinned import WRITTEN, Pin, PinnedTable, SourceFile, Split, with_lineage
 from cache_server.sql import loader, queries
 
-_STORAGE_FORMAT = 9  # part of every fingerprint; raise it when the stored bytes change
+_STORAGE_FORMAT = 10  # part of every fingerprint; raise it when the stored bytes change
 # The most bytes of all tables that every node reads whole, beside one that is read by splits.
 _SMALL_BYTES = 256 * 1024 * 1024
 # Estimated bytes of strings and lists in a shard that may outgrow 32-bit offsets, with some room.

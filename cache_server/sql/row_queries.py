@@ -136,7 +136,9 @@ def run_row_query(query: RowQuery, lots: Iterable[pa.RecordBatch]) -> Iterator[p
                 values = batch.to_pyarrow()
                 if problem := other_types(values.schema, query.result):
                     raise RequestError(f"{short(repr(query.text))}: {problem}")
-                yield values.column(0).cast(query.result.field(0).type)
+                column, dtype = values.column(0), query.result.field(0).type
+                # A cast of pyarrow 26 to the type that a list of nulls has would damage it.
+                yield column if column.type.equals(dtype) else column.cast(dtype)
     except (CacheError, MemoryError):
         raise
     except BaseException as error:  # DataFusion raises bare Exception, or panics

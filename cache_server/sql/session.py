@@ -40,6 +40,8 @@ _VOLATILE = ("random", "uuid", "now", "current_date", "current_time", "today")
 _OF_THE_FILE = ("file_row_index", "input_file_name")
 # Their arguments are computed when a query is parsed, see `bounded`.
 TABLE_FUNCTIONS = ("generate_series", "range")
+# A time of a query is no time, or two, in the zone of the column that it is compared with.
+_NO_LOCAL_TIME = re.compile(r"Cannot cast timezone to different|error computing timezone offset")
 _is_apart = False
 
 
@@ -237,10 +239,16 @@ def walk(plan: LogicalPlan, kind: str = "") -> Iterator[Any]:
 
 
 def reason_of(error: BaseException) -> str:
-    """The message of DataFusion, on one line."""
+    """The message of DataFusion, on one line, with what to do where it does not tell."""
     text = str(error).removeprefix("DataFusion error: ")
     text = text.partition("\nThis issue was likely caused by a bug in DataFusion")[0]
-    return _OF_A_SAMPLE.sub("", " ".join(text.split()))
+    text = _OF_A_SAMPLE.sub("", " ".join(text.split()))
+    if _NO_LOCAL_TIME.search(text):
+        text += (
+            " (the clocks of a zone show a time never or twice: write it as a text with its "
+            "offset, as '2024-10-27T02:30:00+01:00')"
+        )
+    return text
 
 
 def reraise_exit(error: BaseException) -> None:
