@@ -10,7 +10,8 @@ A computed column, such as that of a string function, has no lineage.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 import pyarrow as pa
@@ -109,18 +110,24 @@ def _columns(plan: Any, tables: Mapping[str, pa.Schema], *, is_exact: bool) -> _
             if name in tables
             else {}
         )
-    below: _Columns = {}
-    for child in plan.inputs():
-        for key, source in _columns(child, tables, is_exact=is_exact).items():
-            below[key] = source if below.get(key, source) == source else None
+    inputs = [_columns(child, tables, is_exact=is_exact).items() for child in plan.inputs()]
+    below = _merged(chain.from_iterable(inputs))
     if kind == "Projection":
         return _projected(node.projections(), below, is_exact=is_exact)
     if kind == "Aggregate":  # also a set of groups, which adds nulls, has no source
         return _projected(node.group_by_exprs(), below, is_exact=is_exact)
     if kind == "SubqueryAlias":
-        return {(str(node.alias()), name): source for (_, name), source in below.items()}
+        return _merged(((str(node.alias()), name), source) for (_, name), source in below.items())
     passes = kind in _PASSES_COLUMNS and not plan.display().startswith("DistinctOn")
     return below if passes else {}
+
+
+def _merged(columns: Iterable[tuple[tuple[str, str], SourceColumn | None]]) -> _Columns:
+    """The columns by name; one that has two sources has none."""
+    merged: _Columns = {}
+    for key, source in columns:
+        merged[key] = source if merged.get(key, source) == source else None
+    return merged
 
 
 def _projected(expressions: list[Any], below: _Columns, *, is_exact: bool) -> _Columns:

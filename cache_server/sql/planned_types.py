@@ -7,21 +7,18 @@ Only the analysed plan knows the types. A data frame knows those of the query as
 from __future__ import annotations
 
 import pyarrow as pa
-from datafusion import DataFrame, SessionContext
+from datafusion import LogicalPlan, SessionContext
 
 from cache_server.sql.nested_types import with_fields
 
 
-def planned_schema(context: SessionContext, frame: DataFrame) -> pa.Schema:
+def planned_schema(context: SessionContext, plan: LogicalPlan) -> pa.Schema:
     """The schema of the rows that a query gives.
 
     Args:
-        context: of the frame.
-
-    Raises:
-        Exception: of DataFusion; the query cannot be planned.
+        context: of the plan.
+        plan: optimised, so the types of its expressions are coerced.
     """
-    plan = frame.optimized_logical_plan()
     schema: pa.Schema = context.create_dataframe_from_logical_plan(plan).schema()
     return schema
 

@@ -183,7 +183,7 @@ def check_query(
             "mean the same row: end it with an ORDER BY that leaves no ties, or set "
             "allow_unordered: true"
         )
-    schema = planned_schema(context, frame)
+    schema = planned_schema(context, optimised)
     query = Query(
         sql,
         schema,

@@ -111,29 +111,27 @@ def _mode_of(sql: str, tables: tuple[tuple[str, pa.Schema], ...]) -> Mode:
         return Mode()
     names = tables[0][1].names[:1] if selection else tables[0][1].names
 
-    def planned(mode: Mode) -> tuple[SessionContext, DataFrame]:
+    def planned(mode: Mode) -> tuple[SessionContext, LogicalPlan]:
         context = open_session(1, mode=mode)
         for name, schema in tables:
             context.register_record_batches(name, [[no_rows(schema)]])
-        return context, frame_of(context, sql, names)
+        return context, frame_of(context, sql, names).optimized_logical_plan()
 
     mode = Mode(unsimplified=True)
-    context, frame = planned(mode)
-    if number := exactness.rounded_number(frame.optimized_logical_plan(), context):
+    context, plan = planned(mode)
+    if number := exactness.rounded_number(plan, context):
         mode = Mode(unsimplified=True, decimal_numbers=True)
         rounded = RequestError(
             f"sql {sql!r}: DataFusion rounds {number}, which is compared with decimals: write "
             f"{_as_decimal(number)} instead"
         )
-        schema = planned_schema(context, frame)
+        schema = planned_schema(context, plan)
         try:
-            context, frame = planned(mode)
+            context, plan = planned(mode)
         except Exception:  # DataFusion raises bare Exception; no decimal is 1e300
             raise rounded from None
-        plan = frame.optimized_logical_plan()
-        if planned_schema(context, frame) != schema or exactness.casts_doubles(plan, context):
+        if planned_schema(context, plan) != schema or exactness.casts_doubles(plan, context):
             raise rounded
-    plan = frame.optimized_logical_plan()
     if not exactness.simplifies_wrongly(plan, context):
         return replace(mode, unsimplified=False)
     if problem := exactness.unsimplified_problem(plan, context):
