@@ -63,7 +63,7 @@ soak-writes: $(WITH)test  ## write tables while 200 writers, nodes and coordinat
 fuzz: $(WITH)test  ## send a million malformed calls to a node with tokens; 20 minutes, ARGS="--calls 20000 --seed 1"
 	$(BIN)/python -m benchmarks.trials.fuzz $(ARGS)
 
-soak-queries: $(WITH)test  ## compare 20,000 generated queries with DuckDB; 5 minutes, ARGS="--seed 1"
+soak-queries: $(WITH)test  ## compare 30,000 generated queries and columns with other engines; 15 minutes, ARGS="--seed 1"
 	$(BIN)/python -m benchmarks.trials.differential $(ARGS)
 
 damage: $(WITH)test  ## load 20,000 damaged files: no process ends, each is named; ARGS="--seed 1"

@@ -1,10 +1,16 @@
-"""Compares generated queries: DataFusion, as a load runs it, with DuckDB.
+"""Compares generated queries: DataFusion, as a load runs it, with other engines.
 
-    python -m benchmarks.trials.differential [--queries 20000] [--seed 0]
+    python -m benchmarks.trials.differential [--queries 20000] [--columns 3000]
+                                             [--zone-conditions 4] [--seed 0]
 
-The suite compares 500; `make soak-queries` thousands, after a change of DataFusion's version or of
-`cache_server.sql`. A seed draws the same queries again. Ends with 1 after a disagreement: fix it,
-refuse it by name, or leave it out of the generator if it is a known difference (`KNOWN`).
+- Conditions with DuckDB, over a table with a column of each type.
+- Computed columns with a bare session of DataFusion: see `computed_columns`.
+- Conditions on times of zones with Python and DuckDB, some for each unit of each zone: see `zones`.
+
+The suite compares some hundreds; `make soak-queries` thousands, after a change of DataFusion's
+version or of `cache_server.sql`. A seed draws the same queries again. Ends with 1 after a
+disagreement: fix it, refuse it by name, or leave it out of the generator if it is a known
+difference (`KNOWN`).
 """
 
 from __future__ import annotations
@@ -13,17 +19,20 @@ import argparse
 import random
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
+from zoneinfo import available_timezones
 
 import duckdb
 import pyarrow as pa
 
+from benchmarks.trials.computed_columns import compare_columns
+from benchmarks.trials.outcome import Outcome
+from benchmarks.trials.zones import compare_zones
 from cache_protocol.errors import LoadError, RequestError
 from tests.query_source import check, rows_of, write_parquet
 
@@ -265,20 +274,10 @@ class Generator:
         return self._literal(*(f"'{text}'" for text in _TEXTS))
 
 
-@dataclass
-class Outcome:
-    """How many queries ended how, and the disagreements."""
-
-    counts: Counter[str] = field(default_factory=Counter)
-    disagreements: list[str] = field(default_factory=list)
-    errors: Counter[str] = field(default_factory=Counter)
-
-
 class Comparison:
     """One table in both engines. Close it."""
 
-    def __init__(self, seed: int, directory: Path, *, prints: bool = False) -> None:
-        self._prints = prints
+    def __init__(self, seed: int, directory: Path) -> None:
         rng = random.Random(seed)
         self._table = table(rng)
         self._split = write_parquet(directory / f"{seed}.parquet", self._table)
@@ -296,19 +295,13 @@ class Comparison:
             condition = self._generator.condition()
             ours, theirs = self._ours(condition.ours), self._theirs(condition.theirs)
             if isinstance(ours, str):
-                outcome.errors[ours[:60]] += 1
-            if isinstance(ours, str) or isinstance(theirs, str):
-                who = "ours" if isinstance(ours, str) else "theirs"
-                outcome.counts[f"refused by {who}"] += 1
+                outcome.refuse("ours", ours)
+            elif isinstance(theirs, str):
+                outcome.refuse("theirs", theirs)
             elif ours == theirs:
                 outcome.counts["agree"] += 1
             else:
-                outcome.counts["disagree"] += 1
-                outcome.disagreements.append(
-                    f"{condition.ours}\n  DataFusion {ours}\n  DuckDB     {theirs}"
-                )
-                if self._prints:
-                    print(outcome.disagreements[-1], flush=True)
+                outcome.disagree(f"{condition.ours}\n  DataFusion {ours}\n  DuckDB     {theirs}")
 
     def _ours(self, condition: str) -> list[int] | str:
         sql = f"SELECT row FROM source WHERE ({condition})"
@@ -327,29 +320,34 @@ class Comparison:
         return [row for (row,) in found.fetchall()]
 
 
-def compare(
-    num_queries: int, seed: int, queries_a_table: int = 500, *, prints: bool = False
-) -> Outcome:
-    """Compares generated queries over generated tables."""
-    outcome = Outcome()
+def compare(num_queries: int, seed: int, outcome: Outcome, queries_a_table: int = 500) -> None:
+    """Compares generated conditions over generated tables."""
     with tempfile.TemporaryDirectory() as directory:
         for number, start in enumerate(range(0, num_queries, queries_a_table)):
-            comparison = Comparison(seed + number, Path(directory), prints=prints)
+            comparison = Comparison(seed + number, Path(directory))
             comparison.run(min(queries_a_table, num_queries - start), outcome)
             comparison.close()
-    return outcome
 
 
 def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--queries", type=int, default=20_000)
+    parser.add_argument("--columns", type=int, default=3000)
+    parser.add_argument("--zone-conditions", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     print(f"seed {arguments.seed}", flush=True)
-    outcome = compare(arguments.queries, arguments.seed, prints=True)
-    print(outcome.counts, outcome.errors.most_common(40), sep="\n")
-    return 1 if outcome.disagreements else 0
+    conditions, columns, times = (Outcome(prints=True) for _ in range(3))
+    compare(arguments.queries, arguments.seed, conditions)
+    with tempfile.TemporaryDirectory() as directory:
+        compare_columns(arguments.columns, arguments.seed, Path(directory), columns)
+        zones = sorted(name for name in available_timezones() if "/" in name)
+        number = arguments.zone_conditions
+        compare_zones(zones if number else [], number, arguments.seed, Path(directory), times)
+    for name, outcome in {"conditions": conditions, "columns": columns, "zones": times}.items():
+        print(name, outcome.counts, *outcome.errors.most_common(40), sep="\n")
+    return 1 if any(outcome.disagreements for outcome in (conditions, columns, times)) else 0
 
 
 if __name__ == "__main__":

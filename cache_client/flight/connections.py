@@ -28,6 +28,7 @@ from cache_protocol.errors import (
     ConfigError,
     RequestError,
 )
+from cache_protocol.storage.layout import described_in
 from cache_protocol.storage.row_index import RowRuns
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.wire.channels import DIRECT
@@ -156,7 +157,7 @@ class NodeConnection:
         self.read_schema(dataset, fingerprint, timeout_s)
 
     def read_schema(self, dataset: str, fingerprint: str, timeout_s: float) -> pa.Schema:
-        """The logical schema of a version, with all of its columns; also renews its lease.
+        """The described schema of a version, with all of its columns; also renews its lease.
 
         Raises:
             StaleVersionError, DatasetNotFoundError, NodeUnavailableError: as for `renew_lease`.
@@ -165,7 +166,8 @@ class NodeConnection:
         descriptor = flight.FlightDescriptor.for_command(request.SerializeToString())
         with self._in_use():
             try:
-                return self._client.value.get_schema(descriptor, self._options(timeout_s)).schema
+                found = self._client.value.get_schema(descriptor, self._options(timeout_s))
+                return described_in(found.schema)
             except flight.FlightError:
                 raise
             except (pa.ArrowException, OSError):
@@ -407,7 +409,7 @@ def _shard_map(info: flight.FlightInfo, asked_at: float) -> ShardMap:
     return ShardMap(
         plan.dataset,
         plan.fingerprint,
-        info.schema,
+        described_in(info.schema),
         info.total_records,
         np.array(starts, np.int64),
         tuple(refs),

@@ -26,12 +26,13 @@ from cache_server.node import peer_files, staging
 from cache_server.node.desired import DesiredShard, LoadPlan, SameShard
 from cache_server.plan.shard_plan import load_memory_bytes, max_rows
 from cache_server.plan.written_version import put_of
-from cache_server.shards.packing import ShardBuilder
+from cache_server.shards.packing import ShardBuilder, storage_type
 from cache_server.shards.store import ShardStore
 from cache_server.shards.version_key import VersionKey
 from cache_server.source.pinned import PinnedTable, Split
 from cache_server.sql import loader, queries
 from cache_server.sql.bounded import is_unbounded
+from cache_server.sql.planned_types import other_types
 from cache_server.sql.quoting import identifier
 from cache_server.sql.sql_process import ANY, Limits
 
@@ -182,7 +183,9 @@ def load_shard(store: ShardStore, job: Job, spooled: SpooledTables) -> None:
             rows = _joined_rows(job, table, splits, spooled.paths(job, others), store.scratch)
         else:
             rows = _rows(job, table, splits, job.plan.sql, store.scratch)
+        check = _TypeCheck(job.plan.logical)
         for what, batch in rows:
+            check(batch, what)
             _append(builder, batch, what)
             job.rows = builder.num_rows
         batch = _finish(job, builder, ", ".join(map(str, splits)))
@@ -216,11 +219,12 @@ def run_whole(store: ShardStore, job: Job) -> int:
         store.drop_version(job.key)
     builder = ShardBuilder(job.plan.logical, refuse_nulls=job.plan.refuse_nulls)
     num_shards = done = 0
+    check, what = _TypeCheck(job.plan.logical), f"the result of {job.plan.sql!r}"
 
     def seal() -> None:
         nonlocal num_shards, builder
         if not job.missing or num_shards in job.missing:
-            batch = _finish(job, builder, f"the result of {job.plan.sql!r}")
+            batch = _finish(job, builder, what)
             store.seal(job.key, num_shards, batch, nulls=builder.nulls)
         num_shards += 1
         builder = ShardBuilder(job.plan.logical, refuse_nulls=job.plan.refuse_nulls)
@@ -230,13 +234,14 @@ def run_whole(store: ShardStore, job: Job) -> int:
             job.plan.sql, spooled.paths(job, job.plan.tables), job.query_bytes, job.limits
         ):
             job.check_wanted()
+            check(batch, what)
             for start, rows in _pieces(batch, builder.layout, job.plan.target_shard_bytes):
                 if builder.num_rows and (
                     builder.num_bytes + builder.num_bytes // builder.num_rows * rows
                     > job.plan.target_shard_bytes
                 ):
                     seal()
-                _append(builder, batch.slice(start, rows), f"the result of {job.plan.sql!r}")
+                _append(builder, batch.slice(start, rows), what)
                 done += rows
                 job.rows = done
         if builder.num_rows:
@@ -364,6 +369,23 @@ def _pieces(batch: pa.RecordBatch, layout: Layout, target_bytes: int) -> Iterato
     step = max(1, target_bytes // 16 // row_bytes)
     for start in range(0, batch.num_rows, step):
         yield start, min(step, batch.num_rows - start)
+
+
+class _TypeCheck:
+    """Refuses batches whose types are not those of the plan: a cast could change their values."""
+
+    def __init__(self, logical: pa.Schema) -> None:
+        self._logical = logical
+        self._checked: pa.Schema | None = None
+
+    def __call__(self, batch: pa.RecordBatch, what: str) -> None:
+        """Raises a LoadError that names the columns."""
+        if self._checked is not None and batch.schema.equals(self._checked):
+            return
+        stored = [field.with_type(storage_type(field.type) or field.type) for field in batch.schema]
+        if problem := other_types(pa.schema(stored), self._logical):
+            raise LoadError(f"cannot store {what}: {problem}")
+        self._checked = batch.schema
 
 
 def _append(builder: ShardBuilder, batch: pa.RecordBatch, what: str) -> None:

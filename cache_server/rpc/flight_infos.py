@@ -40,7 +40,7 @@ def flight_info(
         index, total = part
         start, stop = info.num_rows * index // total, info.num_rows * (index + 1) // total
     return flight.FlightInfo(
-        layout.described,
+        layout.announced,
         descriptor,
         list(_endpoints(info, columns, start, stop, viewer, alone=part is not None)),
         stop - start,
@@ -90,7 +90,7 @@ def sealed_info(
         shard.rows.stop = shard.rows.start + num_rows
     columns, last = request.columns, 2**63 - 1
     return flight.FlightInfo(
-        layout_of(info).select(columns).described,
+        layout_of(info).select(columns).announced,
         descriptor,
         list(_endpoints(sealed, columns, 0, last, viewer, alone=False)),
         sum(shard.rows.stop - shard.rows.start for shard in sealed.shards),

@@ -26,6 +26,8 @@ from cache_protocol.errors import (
     RequestError,
     require_ready,
 )
+from cache_protocol.storage.layout import Layout
+from cache_protocol.storage.nested_values import without_codes
 from cache_protocol.storage.row_index import RowRuns
 from cache_protocol.storage.shard_files import Selection
 from cache_protocol.v1 import cache_pb2 as pb
@@ -131,7 +133,7 @@ class FlightService(flight.FlightServerBase):
         try:
             with self._call(context) as call:
                 request, info, _ = self._resolve(descriptor, call.principal.viewer)
-                return flight.SchemaResult(layout_of(info).select(request.columns).described)
+                return flight.SchemaResult(layout_of(info).select(request.columns).announced)
         except flight.FlightError as error:
             reason = f"{type(error).__name__}: {error}"
         raise UnformattedError(reason)
@@ -173,7 +175,9 @@ class FlightService(flight.FlightServerBase):
             start, stop = request.rows.start, request.rows.stop
             selection = Selection(rows.layout, list(request.columns))
             rows.check_range(start, stop)
-            layout = selection.layout
+            # Flight sends dictionaries with the first batch only, so their values are sent.
+            values = without_codes(selection.layout.logical)
+            layout = Layout(values, selection.layout.nulls.units)
             batches = rows.messages(start, stop, _MESSAGE_BYTES, selection)
             unpacked = (layout.unpack(batch) for batch in batches)
             return flight.GeneratorStream(

@@ -158,7 +158,8 @@ class ShardBuilder:
         """Counts the nulls that are refused."""
         counts = {name: int(mask.sum()) for name, mask in flat.nulls.items()}
         for name, values in flat.values.items():
-            if isinstance(values, pa.Array):
+            # In a struct, a null struct has nulls of its fields.
+            if isinstance(values, pa.Array) and name in self.layout.logical.names:
                 counts[name] = values.null_count
         for name, count in counts.items():
             column = self.layout.flat.get(name)

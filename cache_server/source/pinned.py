@@ -202,12 +202,17 @@ def source_column(field: pa.Field) -> str:
     return str((field.metadata or {}).get(SOURCE_COLUMN, field.name.encode()).decode())
 
 
+def with_mark(field: pa.Field, key: bytes, value: bytes = b"") -> pa.Field:
+    """``field`` with one more entry in its metadata."""
+    return field.with_metadata({**(field.metadata or {}), key: value})
+
+
 def with_source_type(read: pa.Field, source: pa.Field) -> pa.Field:
     """``read`` with a note of the type that the column has in its source."""
     if read.type.equals(source.type):
         return read
     encoded = base64.b64encode(pa.schema([source.remove_metadata()]).serialize().to_pybytes())
-    return read.with_metadata({**(read.metadata or {}), _SOURCE_TYPE: encoded})
+    return with_mark(read, _SOURCE_TYPE, encoded)
 
 
 def source_type(field: pa.Field) -> pa.DataType:

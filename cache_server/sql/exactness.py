@@ -21,6 +21,7 @@ from functools import reduce
 from operator import or_
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 from datafusion import DataFrame, Expr, LogicalPlan, SessionContext, functions, lit
 
@@ -40,7 +41,7 @@ _COMPARISONS = {"=", "!=", "<", "<=", ">", ">=", "IS DISTINCT FROM", "IS NOT DIS
 _MATCHES = {"~", "~*", "!~", "!~*"}
 _LARGEST = {"greatest", "least"}
 _UNITS_PER_S = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
-_YEARS_OF_NS = range(1678, 2262)  # whole years that a timestamp[ns] can hold
+_LAST_YEAR = 262_142  # of DataFusion's dates, before and after 0; others are compared as numbers
 _ARITHMETIC = {"+", "-", "*"}
 _LITERAL = re.compile(r"\b(?:U?Int|Float)\d+\(([^()]*)\)")  # as DataFusion shows a number
 
@@ -76,7 +77,8 @@ class Watch:
 def simplifies_wrongly(plan: LogicalPlan, context: SessionContext) -> bool:
     """Whether the optimiser would replace a condition by one that keeps other rows.
 
-    - Years are compared as timestamps, which fails for years that a timestamp[ns] cannot hold.
+    - Years are compared as timestamps. That fails for years that a timestamp[ns] cannot hold, and
+      where the clocks of a zone jump over the midnight before a January 1: it comes never or twice.
     - A timestamp with a finer unit than the column's is cut to that unit.
     - Two lists for one value become one: ``x NOT IN (1) OR x NOT IN (2)`` is true, also for NULL.
     - A regular expression of one text becomes LIKE, in which a backslash means something else;
@@ -100,7 +102,7 @@ def simplifies_wrongly(plan: LogicalPlan, context: SessionContext) -> bool:
             if inner.variant_name() == "Literal":  # there may be thousands in a list
                 continue
             others = [other for other in sides if other is not side]
-            if _is_beyond(side, others, rows) or _is_cut(side, others, rows, context):
+            if _is_beyond(side, others, rows, context) or _is_cut(side, others, rows, context):
                 return True
     for rows, expression in _written(plan, context):
         lists = list(_lists(expression, rows))
@@ -145,9 +147,10 @@ def unsimplified_problem(plan: LogicalPlan, context: SessionContext) -> str:
     for _, expression in _expressions(plan, context):
         if (name := _function(expression)) in _NEED_RULES:
             return (
-                f"{name} cannot be combined with a year before 1678 or after 2261, with a time of "
-                "a finer unit than its column, with two lists of IN for one value, or with a "
-                r"regular expression that is .* or contains \\: write "
+                f"{name} cannot be combined with a year before 1678 or after 2261, with a year "
+                "that begins or ends while the clocks of a zone jump, with a time of a finer unit "
+                "than its column, with two lists of IN for one value, or with a regular "
+                r"expression that is .* or contains \\: write "
                 f"{_NEED_RULES[name]} instead of {name}, or another condition"
             )
     return ""
@@ -337,14 +340,55 @@ def _looked_up(expression: Expr) -> tuple[str, bool]:
     return (value.canonical_name() if value is not None else ""), is_in
 
 
-def _is_beyond(side: Expr, others: Sequence[Expr], rows: DataFrame) -> bool:
-    """Whether a year is compared that no timestamp[ns] can hold."""
+def _is_beyond(
+    side: Expr, others: Sequence[Expr], rows: DataFrame, context: SessionContext
+) -> bool:
+    """Whether a year is compared that begins or ends at no time, or at two, in the column's type.
+
+    DataFusion casts the beginnings of years as here. So it tells which of them fail.
+    """
     *_, call = _uncast(side)
     if _function(call) != "date_part":
         return False
-    dtype = _type(call.rex_call_operands()[1], rows)
-    is_of_ns = pa.types.is_timestamp(dtype) and dtype.unit == "ns"
-    return is_of_ns and any(_constant(other) not in _YEARS_OF_NS for other in others)
+    part, time = call.rex_call_operands()
+    name, dtype = _constant(part), _type(time, rows)
+    if isinstance(name, str) and not name.strip("' ").lower().startswith("y"):
+        return False
+    if not pa.types.is_timestamp(dtype) or (dtype.unit != "ns" and dtype.tz in (None, "UTC")):
+        return False
+    others = [other for other in others if not _is_column(other)]  # is compared as a number
+    if not all(map(_is_constant, others)):
+        return True
+    years = _values_of([other.cast(pa.int64()) for other in others], context)
+    if years is None:
+        return True
+    known = {year for year in years if year is not None and abs(year) < _LAST_YEAR}
+    starts = [_start_of(year) for first in known for year in (first, first + 1)]
+    values = _values_of([lit(start).cast(dtype).cast(pa.int64()) for start in starts], context)
+    return values is None or None in values
+
+
+def _is_column(expression: Expr) -> bool:
+    *_, inner = _uncast(expression)
+    return bool(inner.variant_name() == "Column")
+
+
+def _start_of(year: int) -> pa.Scalar:
+    """The beginning of a year, without a zone."""
+    start = np.datetime64(year - 1970, "Y").astype("datetime64[s]")
+    return pa.scalar(int(start.astype(np.int64)), pa.timestamp("s"))
+
+
+def _values_of(expressions: Sequence[Expr], context: SessionContext) -> list[Any] | None:
+    """The values of constants; None if one of them has none."""
+    if not expressions:
+        return []
+    named = [expression.alias(str(number)) for number, expression in enumerate(expressions)]
+    try:
+        (row,) = context.sql("SELECT 1").select(*named).to_pylist()
+    except Exception:  # DataFusion raises bare Exception
+        return None
+    return list(row.values())
 
 
 def _is_cut(side: Expr, others: Sequence[Expr], rows: DataFrame, context: SessionContext) -> bool:
@@ -353,14 +397,10 @@ def _is_cut(side: Expr, others: Sequence[Expr], rows: DataFrame, context: Sessio
     units = [_UNITS_PER_S[dtype.unit] for dtype in types if pa.types.is_timestamp(dtype)]
     if not pa.types.is_timestamp(types[0]) or min(units) == units[0]:
         return False
-    values = [
-        other.cast(types[0]).cast(pa.int64()).alias(str(number))
-        for number, other in enumerate(others)
-        if _is_constant(other)
-    ]
-    (row,) = context.sql("SELECT 1").select(*values).to_pylist() if values else [{}]
+    constants = [other for other in others if _is_constant(other)]
+    values = _values_of([side.cast(types[0]).cast(pa.int64()) for side in constants], context)
     step = units[0] // min(units)
-    return any(value is not None and value % step for value in row.values())
+    return any(value is not None and value % step for value in values or [])
 
 
 def _rounded(side: Expr, rows: DataFrame, context: SessionContext) -> str:
@@ -368,12 +408,10 @@ def _rounded(side: Expr, rows: DataFrame, context: SessionContext) -> str:
     *_, inner = _uncast(side)
     if not _is_constant(inner) or not pa.types.is_floating(_type(inner, rows)):
         return ""
-    constants = context.sql("SELECT 1").select(inner.alias("double"), side.alias("decimal"))
-    try:
-        (row,) = constants.to_pylist()
-    except Exception:  # DataFusion raises bare Exception; the query fails by it, too
+    values = _values_of([inner, side], context)
+    if values is None:  # the query fails by it, too
         return ""
-    double, compared = row["double"], row["decimal"]
+    double, compared = values
     if not isinstance(compared, Decimal) or compared == Decimal(repr(double)):
         return ""
     return repr(double)

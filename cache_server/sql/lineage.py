@@ -1,38 +1,70 @@
-"""Lineage: result columns -> the table columns they come from, which tell their size. Pure.
+"""Lineage: result columns -> the table columns they come from. Pure.
 
-A column has a source column if the query renames it, casts it to a type of the same kind, or takes
-a field of a struct, also through subqueries and joins. A computed column, such as that of a string
-function, has none.
+- *Passed on*: a column that the query only renames, also through subqueries, joins and GROUP BY.
+  Its values and its type are those of the table, whatever DataFusion makes of the type.
+- *Of a known size*: a column is also as large as that of a table if the query casts it to a type of
+  the same kind, or takes a field of a struct.
+
+A computed column, such as that of a string function, has no lineage.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 import pyarrow as pa
 
 SourceColumn = tuple[str, str]  # a table and its column; a field of a struct has dots
-_Columns = dict[tuple[str, str], SourceColumn]  # qualifier and name in a plan
+# Qualifier and name in a plan -> a source column; None for a column without one.
+_Columns = dict[tuple[str, str], SourceColumn | None]
 
-_PASSES_COLUMNS = {"Filter", "Sort", "Limit", "Distinct", "Join", "Unnest", "Subquery"}
+_PASSES_COLUMNS = {
+    *("Filter", "Sort", "Limit", "Distinct", "Join", "Unnest", "Subquery", "WindowExpr"),
+}
 
 
 def column_lineage(
     plan: Any, result: pa.Schema, tables: Mapping[str, pa.Schema]
 ) -> dict[str, SourceColumn]:
-    """Result column -> its source column; computed columns are left out.
+    """Result column -> the column that tells its size; computed columns are left out.
 
     Args:
         plan: the optimised logical plan, in which `arrow_cast` is an ordinary cast.
         tables: that the query may read.
     """
-    found = {name: source for (_, name), source in _columns(plan, tables).items()}
     types = {field.name: field.type for field in result}
     return {
         name: source
-        for name, source in found.items()
-        if name in types and _alike(types[name], _type_of(source, tables))
+        for (_, name), source in _columns(plan, tables, is_exact=False).items()
+        if source and name in types and _alike(types[name], _type_of(source, tables))
+    }
+
+
+def passed_on(
+    plan: Any, result: pa.Schema, tables: Mapping[str, pa.Schema]
+) -> dict[str, SourceColumn]:
+    """Result column -> the table column that the query passes on as it is.
+
+    A join may add nulls to it. A field of a struct is computed, and so is a column that is cast to
+    the type that it has.
+
+    Args:
+        plan: the logical plan as written: the optimiser removes casts to the same type.
+        result: schema of the result, to check the types.
+        tables: that the query may read.
+    """
+    found: dict[str, set[SourceColumn | None]] = {}
+    for (_, name), source in _columns(plan, tables, is_exact=True).items():
+        found.setdefault(name, set()).add(source)
+    return {
+        field.name: source
+        for field in result
+        for source in found.get(field.name, {None})
+        if source
+        and len(found[field.name]) == 1
+        and field.type.equals(tables[source[0]].field(source[1]).type)
     }
 
 
@@ -63,7 +95,12 @@ def operands(expression: Any) -> list[Any]:
         return []
 
 
-def _columns(plan: Any, tables: Mapping[str, pa.Schema]) -> _Columns:
+def _columns(plan: Any, tables: Mapping[str, pa.Schema], *, is_exact: bool) -> _Columns:
+    """The columns of a plan with their sources.
+
+    Args:
+        is_exact: casts and fields of structs have no source.
+    """
     node = plan.to_variant()
     kind = type(node).__name__
     if kind == "TableScan":
@@ -73,23 +110,31 @@ def _columns(plan: Any, tables: Mapping[str, pa.Schema]) -> _Columns:
             if name in tables
             else {}
         )
-    below: _Columns = {}
-    for child in plan.inputs():
-        below |= _columns(child, tables)
+    inputs = [_columns(child, tables, is_exact=is_exact).items() for child in plan.inputs()]
+    below = _merged(chain.from_iterable(inputs))
     if kind == "Projection":
-        return _projected(node.projections(), below)
+        return _projected(node.projections(), below, is_exact=is_exact)
+    if kind == "Aggregate":  # also a set of groups, which adds nulls, has no source
+        return _projected(node.group_by_exprs(), below, is_exact=is_exact)
     if kind == "SubqueryAlias":
-        return {(str(node.alias()), name): source for (_, name), source in below.items()}
-    return below if kind in _PASSES_COLUMNS else {}
+        return _merged(((str(node.alias()), name), source) for (_, name), source in below.items())
+    passes = kind in _PASSES_COLUMNS and not plan.display().startswith("DistinctOn")
+    return below if passes else {}
 
 
-def _projected(expressions: list[Any], below: _Columns) -> _Columns:
-    columns = {}
+def _merged(columns: Iterable[tuple[tuple[str, str], SourceColumn | None]]) -> _Columns:
+    """The columns by name; one that has two sources has none."""
+    merged: _Columns = {}
+    for key, source in columns:
+        merged[key] = source if merged.get(key, source) == source else None
+    return merged
+
+
+def _projected(expressions: list[Any], below: _Columns, *, is_exact: bool) -> _Columns:
+    columns: _Columns = {}
     for expression in expressions:
-        source = _source(expression, below)
+        source = _source(expression, below, is_exact=is_exact)
         node = variant(expression)
-        if source is None:
-            continue
         if type(node).__name__ == "Column":
             columns[str(node.relation() or ""), str(node.name())] = source
         else:
@@ -98,19 +143,19 @@ def _projected(expressions: list[Any], below: _Columns) -> _Columns:
     return columns
 
 
-def _source(expression: Any, below: _Columns) -> SourceColumn | None:
+def _source(expression: Any, below: _Columns, *, is_exact: bool) -> SourceColumn | None:
     node = variant(expression)
     kind = type(node).__name__
-    if kind in ("Alias", "Cast", "TryCast"):
-        return _source(node.expr(), below)
+    if kind == "Alias" or (kind in ("Cast", "TryCast") and not is_exact):
+        return _source(node.expr(), below, is_exact=is_exact)
     if kind == "Column":
-        name = str(node.name())
-        if (relation := node.relation()) is not None:
-            return below.get((str(relation), name))
+        name, relation = str(node.name()), str(node.relation() or "")
+        if relation or (relation, name) in below:
+            return below.get((relation, name))
         return next((source for (_, known), source in below.items() if known == name), None)
-    if node is None and expression.rex_call_operator() == "get_field":
+    if node is None and expression.rex_call_operator() == "get_field" and not is_exact:
         structure, *fields = expression.rex_call_operands()
-        source = _source(structure, below)
+        source = _source(structure, below, is_exact=is_exact)
         names = [str(field.python_value()) for field in fields]
         return source and (source[0], ".".join((source[1], *names)))
     return None

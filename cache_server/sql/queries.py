@@ -26,7 +26,8 @@ from cache_server.source.pinned import Condition, no_rows
 from cache_server.sql import ignored_sql, sql_process
 from cache_server.sql.bounded import is_unbounded
 from cache_server.sql.exactness import Mode
-from cache_server.sql.lineage import SourceColumn, column_lineage, parts, variant
+from cache_server.sql.lineage import SourceColumn, column_lineage, parts, passed_on, variant
+from cache_server.sql.planned_types import planned_schema
 from cache_server.sql.quoting import identifier
 from cache_server.sql.select_list import column_expressions
 from cache_server.sql.selection import Selection, select, selection_of
@@ -80,7 +81,7 @@ class Query:
 
     Attributes:
         sql: over the tables of the spec.
-        schema: of its result, as DataFusion gives it.
+        schema: of its result; see `cache_server.sql.planned_types`.
         columns: for each table that it reads, which columns, in the order of the table.
         drivers: tables that may be read split by split, one of them at a time, while the others are
             read whole; empty if the query must run whole.
@@ -90,7 +91,8 @@ class Query:
         only_drops_rows: neither unnests nor joins, so the rows before it are an upper bound.
         joins: reads several tables or subqueries, so the rows of one table come in any order.
         conditions: on the rows of its one table; a row that it keeps fulfils them all.
-        lineage: see `cache_server.sql.lineage`.
+        lineage: result column -> the table column that tells its size; see `column_lineage`.
+        passed_on: result column -> the table column that it is; see `cache_server.sql.lineage`.
     """
 
     sql: str
@@ -104,6 +106,7 @@ class Query:
     joins: bool
     conditions: tuple[Condition, ...] = ()
     lineage: Mapping[str, SourceColumn] = field(default_factory=dict)
+    passed_on: Mapping[str, SourceColumn] = field(default_factory=dict)
 
 
 def query_text(sql: str, columns: tuple[str, ...] | None, filter: str | None) -> str:
@@ -180,9 +183,10 @@ def check_query(
             "mean the same row: end it with an ORDER BY that leaves no ties, or set "
             "allow_unordered: true"
         )
+    schema = planned_schema(context, optimised)
     query = Query(
         sql,
-        frame.schema(),
+        schema,
         _columns_read(optimised, tables),
         drivers,
         why,
@@ -191,7 +195,8 @@ def check_query(
         bool(drivers) and not joins and "Unnest" not in kinds,
         joins,
         _conditions(optimised) if drivers and not joins else (),
-        column_lineage(optimised, frame.schema(), tables),
+        column_lineage(optimised, schema, tables),
+        passed_on(written, schema, tables),
     )
     return query if selection is None else _with_columns(query, selection, tables, written)
 
@@ -283,6 +288,7 @@ def _with_columns(
     """The query of a selection, from that of its `_narrow` one and from its plan."""
     table, schema = selection.table, tables[selection.table]
     names = selection.columns or tuple(schema.names)
+    sources = {name: (table, name) for name in names}
     read = {*names, *query.columns[table]}
     for node in walk(written, "Filter"):  # also what is optimised away: the filter must be planned
         read |= {variant(p).name() for p in parts(node.predicate()) if p.variant_name() == "Column"}
@@ -290,7 +296,8 @@ def _with_columns(
         query,
         schema=pa.schema([schema.field(name) for name in names]),
         columns={table: tuple(name for name in schema.names if name in read)},
-        lineage={name: (table, name) for name in names},
+        lineage=sources,
+        passed_on=sources,
     )
 
 

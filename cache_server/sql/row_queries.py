@@ -18,6 +18,7 @@ from cache_protocol.errors import CacheError, RequestError
 from cache_server.source.pinned import no_rows
 from cache_server.sql.bounded import first_unbounded
 from cache_server.sql.ignored_sql import are_paired, bare
+from cache_server.sql.planned_types import other_types
 from cache_server.sql.queries import check_query
 from cache_server.sql.quoting import identifier
 from cache_server.sql.session import (
@@ -132,7 +133,12 @@ def run_row_query(query: RowQuery, lots: Iterable[pa.RecordBatch]) -> Iterator[p
                 return
             check_values(context, frame)
             for batch in frame.execute_stream():
-                yield batch.to_pyarrow().column(0).cast(query.result.field(0).type)
+                values = batch.to_pyarrow()
+                if problem := other_types(values.schema, query.result):
+                    raise RequestError(f"{short(repr(query.text))}: {problem}")
+                column, dtype = values.column(0), query.result.field(0).type
+                # A cast of pyarrow 26 to the type that a list of nulls has would damage it.
+                yield column if column.type.equals(dtype) else column.cast(dtype)
     except (CacheError, MemoryError):
         raise
     except BaseException as error:  # DataFusion raises bare Exception, or panics

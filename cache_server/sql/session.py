@@ -28,6 +28,7 @@ from cache_server.sql import exactness
 from cache_server.sql.exactness import Mode
 from cache_server.sql.formats.batch_rows import DEFAULT_BATCH_ROWS
 from cache_server.sql.lineage import parts, variant
+from cache_server.sql.planned_types import planned_schema
 from cache_server.sql.quoting import identifier
 from cache_server.sql.selection import Selection, selection_of
 
@@ -39,6 +40,8 @@ _VOLATILE = ("random", "uuid", "now", "current_date", "current_time", "today")
 _OF_THE_FILE = ("file_row_index", "input_file_name")
 # Their arguments are computed when a query is parsed, see `bounded`.
 TABLE_FUNCTIONS = ("generate_series", "range")
+# A time of a query is no time, or two, in the zone of the column that it is compared with.
+_NO_LOCAL_TIME = re.compile(r"Cannot cast timezone to different|error computing timezone offset")
 _is_apart = False
 
 
@@ -108,29 +111,27 @@ def _mode_of(sql: str, tables: tuple[tuple[str, pa.Schema], ...]) -> Mode:
         return Mode()
     names = tables[0][1].names[:1] if selection else tables[0][1].names
 
-    def planned(mode: Mode) -> tuple[SessionContext, DataFrame]:
+    def planned(mode: Mode) -> tuple[SessionContext, LogicalPlan]:
         context = open_session(1, mode=mode)
         for name, schema in tables:
             context.register_record_batches(name, [[no_rows(schema)]])
-        return context, frame_of(context, sql, names)
+        return context, frame_of(context, sql, names).optimized_logical_plan()
 
     mode = Mode(unsimplified=True)
-    context, frame = planned(mode)
-    if number := exactness.rounded_number(frame.optimized_logical_plan(), context):
+    context, plan = planned(mode)
+    if number := exactness.rounded_number(plan, context):
         mode = Mode(unsimplified=True, decimal_numbers=True)
         rounded = RequestError(
             f"sql {sql!r}: DataFusion rounds {number}, which is compared with decimals: write "
             f"{_as_decimal(number)} instead"
         )
-        schema = frame.schema()
+        schema = planned_schema(context, plan)
         try:
-            context, frame = planned(mode)
+            context, plan = planned(mode)
         except Exception:  # DataFusion raises bare Exception; no decimal is 1e300
             raise rounded from None
-        plan = frame.optimized_logical_plan()
-        if frame.schema() != schema or exactness.casts_doubles(plan, context):
+        if planned_schema(context, plan) != schema or exactness.casts_doubles(plan, context):
             raise rounded
-    plan = frame.optimized_logical_plan()
     if not exactness.simplifies_wrongly(plan, context):
         return replace(mode, unsimplified=False)
     if problem := exactness.unsimplified_problem(plan, context):
@@ -236,10 +237,16 @@ def walk(plan: LogicalPlan, kind: str = "") -> Iterator[Any]:
 
 
 def reason_of(error: BaseException) -> str:
-    """The message of DataFusion, on one line."""
+    """The message of DataFusion, on one line, with what to do where it does not tell."""
     text = str(error).removeprefix("DataFusion error: ")
     text = text.partition("\nThis issue was likely caused by a bug in DataFusion")[0]
-    return _OF_A_SAMPLE.sub("", " ".join(text.split()))
+    text = _OF_A_SAMPLE.sub("", " ".join(text.split()))
+    if _NO_LOCAL_TIME.search(text):
+        text += (
+            " (the clocks of a zone show a time never or twice: write it as a text with its "
+            "offset, as '2024-10-27T02:30:00+01:00')"
+        )
+    return text
 
 
 def reraise_exit(error: BaseException) -> None:

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from cache_protocol.errors import LoadError
-from cache_server.source.pinned import BY_ARROW, PinnedTable, Split
+from cache_server.source.pinned import BY_ARROW, PinnedTable, Split, with_mark
 from cache_server.sql.formats.trailing_data import batches_of, check_end, open_arrow
 from cache_server.tables import footers, lake
 from cache_server.tables.column_sizes import column_of
@@ -42,7 +42,7 @@ def marked(schema: pa.Schema, footers: Sequence[pq.FileMetaData]) -> pa.Schema:
         last = stored, arrow
         found |= _columns_for_arrow(stored, arrow)
     return pa.schema(
-        [field.with_metadata({BY_ARROW: b""}) if field.name in found else field for field in schema]
+        [with_mark(field, BY_ARROW) if field.name in found else field for field in schema]
     )
 
 

@@ -37,6 +37,7 @@ from cache_server.source.pinned import (
     partition_texts,
     partition_types,
     partition_values,
+    with_mark,
 )
 from cache_server.source.saved_datasets import parts_of_dict, without_metadata
 from cache_server.sql import loader
@@ -374,7 +375,7 @@ def _common_arrow_schema(
     ]
     return pa.schema(
         [
-            field.with_metadata({**(field.metadata or {}), BY_ARROW: b""}) if other else field
+            with_mark(field, BY_ARROW) if other else field
             for field, other in zip(common, is_other, strict=True)
         ]
     )

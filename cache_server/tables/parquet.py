@@ -23,6 +23,7 @@ from cache_server.source.pinned import (
     sized_fields,
     source_column,
     source_type,
+    with_mark,
     with_source_type,
     without_source_type,
 )
@@ -104,12 +105,7 @@ def common_schema(
         if may_lose(field.type, fields[field.name].type)
     }
     return pa.schema(
-        [
-            field.with_metadata({**(field.metadata or {}), BY_ARROW: b""})
-            if field.name in unsafe
-            else field
-            for field in fields.values()
-        ]
+        [with_mark(field, BY_ARROW) if field.name in unsafe else field for field in fields.values()]
     )
 
 

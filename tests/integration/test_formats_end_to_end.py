@@ -324,12 +324,12 @@ def on_disk(cluster: LocalCluster, name: str) -> set[str]:
     }
 
 
-def test_a_null_in_a_column_of_integers_fails_the_load_and_ends_the_transaction(
+def test_a_refused_null_fails_the_load_and_ends_the_transaction(
     clean: CacheClient, nodes: LocalCluster, shop: Shop
 ) -> None:
     shop.run("UPDATE items SET price = NULL WHERE id = 777")
 
-    text = failure(lambda: clean.load(shop.spec(), timeout_s=WAIT_S))
+    text = failure(lambda: clean.load(shop.spec(nulls="refuse"), timeout_s=WAIT_S))
 
     assert "public.items (split " in text and "column 'price' holds 1 null" in text
     assert "COALESCE" in text

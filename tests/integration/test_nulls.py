@@ -1,4 +1,4 @@
-"""Nulls of floats become NaN: they are counted in every report of a dataset, or refused."""
+"""Nulls are kept: they are counted in every report of a dataset, or refused."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def source(tmp_path: Path) -> Path:
     return folder
 
 
-def test_plan_load_and_describe_count_the_nulls_of_floats(
+def test_plan_load_and_describe_count_the_nulls(
     client: CacheClient, dataset_name: str, source: Path
 ) -> None:
     spec = DatasetSpec(dataset_name, source, replicas=2, target_shard_bytes=1)
@@ -38,7 +38,7 @@ def test_plan_load_and_describe_count_the_nulls_of_floats(
     assert "x 3" in dict(display.forecast_facts(forecast))["nulls"]
     with display.console.capture() as shown:
         display.show_dataset(described, as_json=False)
-    assert "stored as NaN" in shown.get() and "x 3" in shown.get()
+    assert "x 3" in shown.get()
 
 
 def test_the_counts_follow_a_rename_and_a_filter(
@@ -59,9 +59,7 @@ def test_a_whole_query_counts_the_nulls_of_its_result(
     assert client.load(spec).nulls == {"x": 2}
 
 
-def test_nulls_of_floats_are_refused_on_demand(
-    client: CacheClient, dataset_name: str, source: Path
-) -> None:
+def test_nulls_are_refused_on_demand(client: CacheClient, dataset_name: str, source: Path) -> None:
     client.load(DatasetSpec(dataset_name, source))
 
     with pytest.raises(LoadError, match="column 'x' holds 2 nulls, and the spec has nulls: refuse"):

@@ -5,6 +5,8 @@
 - Old writers kept all bounds in signed order. In it non-ASCII strings come first, and unsigned
   integers from 2**31 or 2**63 on. DataFusion trusts these bounds for every type, so the bytes of
   the footer are looked at, as it does.
+- It casts the bounds as the filter casts the column, although not every cast keeps an order: the
+  times of a day begin anew each day, and clocks that are put back reach some days twice.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ import pyarrow as pa
 
 from cache_server.sql.formats.footer_bytes import has_old_bounds
 
+_OUT_OF_ORDER = re.compile(r"\bAS (Time(32|64)|Boolean)\b")  # casts that keep no order
+_TO_DATE = re.compile(r"\bAS Date(32|64)\b")
 _END_BYTES = 8  # the length of the footer, and PAR1
 
 
@@ -31,6 +35,10 @@ def skips_wrongly(plan: str, path: Path, schema: pa.Schema) -> bool:
     before = [plan[: found.start()] for found in re.finditer("_(min|max)@", plan)]
     used = [field for field in schema if any(text.endswith(field.name) for text in before)]
     if any(_is_of_floats(field.type) for field in used):
+        return True
+    if used and _OUT_OF_ORDER.search(plan):
+        return True
+    if any(getattr(field.type, "tz", None) for field in used) and _TO_DATE.search(plan):
         return True
     unsigned = {field.name for field in used if not _is_signed(field.type)}
     paths = sorted(path.iterdir()) if path.is_dir() else [path]

@@ -37,6 +37,7 @@ from cache_protocol.storage.flat_columns import (
     pruned,
     put_together,
 )
+from cache_protocol.storage.nested_values import without_codes
 from cache_protocol.storage.null_bits import NullBits
 
 COLUMNS_KEY = b"cache.columns"
@@ -146,6 +147,15 @@ class Layout:
         return layout
 
     @property
+    def announced(self) -> pa.Schema:
+        """The schema that any Flight client sees: that of the rows of DoGet.
+
+        Its metadata has the described schema, for clients of this project.
+        """
+        metadata = {**(self.logical.metadata or {}), **(self.schema.metadata or {})}
+        return without_codes(self.logical).with_metadata(metadata)
+
+    @property
     def null_index(self) -> int | None:
         """Index of the stored column of null bits; None if there is none."""
         return len(self.columns) - 1 if self.nulls.width else None
@@ -191,6 +201,12 @@ class Layout:
             else:
                 flat.values[column.names[0]] = array
         return pa.RecordBatch.from_arrays(put_together(self.tree, flat), schema=self.logical)
+
+
+def described_in(announced: pa.Schema) -> pa.Schema:
+    """The described schema in an announced one."""
+    encoded = (announced.metadata or {}).get(LOGICAL_SCHEMA_KEY)
+    return announced if encoded is None else schema_from_bytes(base64.b64decode(encoded))
 
 
 def schema_from_bytes(data: bytes) -> pa.Schema:

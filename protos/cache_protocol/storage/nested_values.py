@@ -72,6 +72,24 @@ def _storage_type(dtype: pa.DataType, *, is_inside: bool) -> pa.DataType:
     return dtype
 
 
+def without_codes(schema: pa.Schema) -> pa.Schema:
+    """The schema with the plain type of each column that holds a dictionary."""
+    return pa.schema(
+        [
+            field.with_type(plain_type(field.type)) if _has_codes(field.type) else field
+            for field in schema
+        ]
+    )
+
+
+def _has_codes(dtype: pa.DataType) -> bool:
+    if isinstance(dtype, pa.BaseExtensionType):
+        return _has_codes(dtype.storage_type)
+    return pa.types.is_dictionary(dtype) or any(
+        _has_codes(dtype.field(index).type) for index in range(dtype.num_fields)
+    )
+
+
 def _is_time(dtype: pa.DataType) -> bool:
     types = pa.types
     return bool(types.is_time(dtype) or types.is_timestamp(dtype) or types.is_duration(dtype))

@@ -1,5 +1,7 @@
 import threading
 from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,15 @@ from cache_protocol.storage.memory_budget import load_bytes
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.node.desired import DesiredShard
 from cache_server.node.heartbeat_messages import decode_plan
-from cache_server.node.loading import CancelledError, Job, SpooledTables, memory_bytes
+from cache_server.node.loading import (
+    CancelledError,
+    Job,
+    SpooledTables,
+    load_shard,
+    memory_bytes,
+)
 from cache_server.plan.pinned_version import PinnedVersion, plan_version
+from cache_server.shards.store import ShardStore
 from tests.waiting import files_below
 
 SQL = 'SELECT * FROM "table" JOIN b USING (id) ORDER BY id'
@@ -135,3 +144,20 @@ def test_a_whole_query_needs_what_the_largest_row_group_of_its_tables_does(
 
     assert largest > 0
     assert memory_bytes(job) == load_bytes(largest)
+
+
+def test_rows_of_another_type_than_planned_fail_the_load(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"x": [0.1]}), tmp_path / "a.parquet")
+    version = plan_version(
+        DatasetSpec("t", str(tmp_path), sql="SELECT x + 1 AS x FROM source")
+    ).version
+    plan = replace(version, logical=pa.schema({"x": pa.float32()})).to_load_plan(1)
+    assert version.shards is not None
+    shard = DesiredShard(0, splits=version.shards[0].splits)
+
+    with (
+        ShardStore(tmp_path / "cache") as store,
+        closing(SpooledTables(tmp_path / "scratch")) as spooled,
+        pytest.raises(LoadError, match=r"a\.parquet: column 'x' comes as double, .* float: cast"),
+    ):
+        load_shard(store, Job(decode_plan(plan, pb.Secrets()), shard), spooled)

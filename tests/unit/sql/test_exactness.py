@@ -242,3 +242,75 @@ def test_a_wide_selection_is_planned_without_naming_its_columns_in_sql(
     expected = table.select(names).slice(0 if filter is None else 1).to_pylist()
     assert rows == expected and query.schema.names == names
     assert all(len(sql) < 100 and "*" not in sql for sql in planned)
+
+
+_ZONED = pa.table(
+    {
+        "row": range(3),
+        "lima": pa.array(
+            [757_382_400_000, 757_400_400_000, 638_942_401_000], pa.timestamp("ms", "America/Lima")
+        ),
+        "t": pa.array([79_200_000, 133_200_000, 90_000_000], pa.timestamp("ms")),
+    }
+)
+
+
+@pytest.mark.parametrize(
+    ("condition", "rows"),
+    [
+        ("EXTRACT(YEAR FROM lima) = 1994", [1]),
+        ("EXTRACT(YEAR FROM lima) < 1994", [0, 2]),
+        ("EXTRACT(YEAR FROM lima) IN (1993, 1995)", [0]),
+        ("EXTRACT(YEAR FROM lima) BETWEEN 990 + 1000 AND 1993", [0, 2]),
+        ("EXTRACT(YEAR FROM lima) = EXTRACT(YEAR FROM lima)", [0, 1, 2]),
+        ("CAST(t AS TIME) > TIME '22:30:00'", []),
+        ("CAST(t AS TIME) < TIME '13:30:00'", [1, 2]),
+        ("arrow_cast(t, 'Time32(Second)') = arrow_cast('01:00:00', 'Time32(Second)')", [2]),
+    ],
+)
+def test_clocks_that_jump_or_begin_anew_lose_no_row(
+    tmp_path: Path, condition: str, rows: list[int]
+) -> None:
+    split = write_parquet(tmp_path / "a.parquet", _ZONED)
+    sql = check(f"SELECT row FROM source WHERE {condition}", _ZONED.schema).sql
+
+    assert [row["row"] for row in rows_of(split, sql, _ZONED.schema)] == rows
+
+
+@pytest.mark.parametrize(
+    "condition",
+    [
+        *("EXTRACT(YEAR FROM lima) = 2000", "EXTRACT(MONTH FROM lima) = 1"),
+        *("EXTRACT(YEAR FROM lima) = row", "EXTRACT(YEAR FROM t) = 1994"),
+    ],
+)
+def test_other_years_and_parts_may_stand_beside_coalesce(condition: str) -> None:
+    check(f"SELECT row FROM source WHERE {condition} AND coalesce(row, 0) > 1", _ZONED.schema)
+
+
+def test_a_year_that_begins_as_clocks_jump_is_named_beside_coalesce() -> None:
+    sql = "SELECT row FROM source WHERE EXTRACT(YEAR FROM lima) = 1994 AND coalesce(row, 0) > 1"
+
+    with pytest.raises(RequestError, match=r"coalesce cannot be combined .* clocks of a zone jump"):
+        check(sql, _ZONED.schema)
+
+
+@pytest.mark.parametrize("time", ["TIMESTAMP '1994-01-01 00:30:00'", "'1990-03-31 23:00:01'"])
+def test_a_local_time_that_comes_never_or_twice_is_named(time: str) -> None:
+    with pytest.raises(RequestError, match=r"never or twice: write it as a text with its offset"):
+        check(f"SELECT row FROM source WHERE lima = {time}", _ZONED.schema)
+
+
+def test_a_text_with_an_offset_tells_two_equal_local_times_apart(tmp_path: Path) -> None:
+    times = pa.table(
+        {
+            "row": range(2),
+            "lima": pa.array(
+                [638_938_801_000, 638_942_401_000], pa.timestamp("ms", "America/Lima")
+            ),
+        }
+    )
+    split = write_parquet(tmp_path / "a.parquet", times)
+    sql = "SELECT row FROM source WHERE lima = '1990-03-31T23:00:01-05:00'"
+
+    assert rows_of(split, check(sql, times.schema).sql, times.schema) == [{"row": 1}]
