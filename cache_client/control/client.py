@@ -46,6 +46,7 @@ from cache_protocol.errors import (
     LoadError,
     checked,
 )
+from cache_protocol.storage.arrived_types import wanted_schema
 from cache_protocol.storage.layout import schema_from_bytes
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.wire.load_progress import LoadMeter, LoadReport
@@ -298,11 +299,12 @@ class CacheClient:
         deadline = self._coordinator.deadline()
         with self._coordinator.calls(deadline) as calls:
             begun = calls.call(calls.stub.BeginWrite, request, deadline)
+        stored = schema_from_bytes(begun.schema)
         return writes.Write(
             begun.dataset,
             begun.write_id,
-            schema,
-            schema_from_bytes(begun.schema),
+            wanted_schema(schema, stored) if append else schema,
+            stored,
             spec.target_shard_bytes,
             tuple(node.flight_location for node in begun.nodes),
             self._access.credentials,

@@ -25,14 +25,17 @@ from cache_protocol.errors import (
     LoadError,
     NodeUnavailableError,
     RequestError,
+    SchemaError,
 )
+from cache_protocol.storage.arrived_types import wanted_schema
 from cache_protocol.storage.layout import Layout
+from cache_protocol.storage.lossless import column_problems, conform_batch, require_no_nulls
+from cache_protocol.storage.type_rules import has_null_type
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.auth.principals import ANYONE, Principal
 from cache_server.node.desired import OpenWrite
 from cache_server.node.load_memory import LoadMemory
 from cache_server.node.write_schemas import WriteSchemas
-from cache_server.plan.written_version import column_problems
 from cache_server.shards.packing import ShardBuilder
 from cache_server.shards.put_key import PutKey, put_checksum
 from cache_server.shards.store import NoRoomError, ShardStore
@@ -140,9 +143,14 @@ class Puts:
                 f"write {request.write_id} is of {write.dataset!r}, not of {request.dataset!r}"
             )
         layout = self._schemas.layout(write)
-        if problems := column_problems(schema, layout.logical):
-            raise RequestError(f"the put has other columns than its write: {'; '.join(problems)}")
-        stream = _PutStream(self._while_open(write, messages), write, layout)
+        wanted = wanted_schema(schema, layout.logical)
+        problems = column_problems(schema, wanted) or _without_bytes(schema)
+        if problems:
+            raise SchemaError(
+                f"the put has other columns than its write: {'; '.join(problems)}. Cast the rows "
+                "before you put them"
+            )
+        stream = _PutStream(self._while_open(write, messages), write, layout, wanted)
         attempt = request.write_id, request.partition, request.attempt
         _, known = self._complete.get(attempt, (None, None))
         if known is not None:
@@ -236,12 +244,14 @@ class Puts:
                         self._store.draft(key, index, layout, num_rows, wait.grow)
                     )
                 )
-            builder = ShardBuilder(layout.logical, num_rows, draft, refuse_nulls=write.refuse_nulls)
+            builder = ShardBuilder(layout.logical, num_rows, draft)
             for batch in batches:
                 try:
                     builder.append(batch)
                 except pa.ArrowInvalid as error:
                     raise LoadError(f"cannot store rows of {write.dataset!r}: {error}") from None
+            if write.refuse_nulls:
+                require_no_nulls(builder.nans)
             stored = builder.finish()
             if draft is None:
                 mapped = wait.for_room(
@@ -364,18 +374,40 @@ def _first(waits: Sequence[_Wait]) -> _Wait:
 class _PutStream:
     """The rows of a put, shard by shard. Used by one thread.
 
+    Args:
+        wanted: the columns to give to the rows.
+
     Attributes:
         layout: of the stored rows.
         num_rows: that have come.
     """
 
-    def __init__(self, messages: Iterator[PutMessage], write: OpenWrite, layout: Layout) -> None:
-        self._messages = messages
+    def __init__(
+        self, messages: Iterator[PutMessage], write: OpenWrite, layout: Layout, wanted: pa.Schema
+    ) -> None:
+        self._messages = self._fitted(messages)
         self._write = write
+        self._wanted = wanted
         self.layout = layout
         self._next: tuple[pa.RecordBatch, int] | None = None
         self._has_ended = False
         self.num_rows = 0
+
+    def _fitted(self, messages: Iterator[PutMessage]) -> Iterator[PutMessage]:
+        """The messages with the columns of the write; their batches in pieces if they have others.
+
+        A value may take more bytes than it came with.
+        """
+        num_rows = 0
+        for batch, metadata in messages:
+            if batch is None or batch.schema.equals(self._wanted) or not batch.num_rows:
+                yield PutMessage(batch, metadata)
+            else:
+                start = num_rows
+                for piece in _pieces(batch, self.layout, self._write.target_shard_bytes):
+                    yield PutMessage(conform_batch(piece, self._wanted, first_row=start), metadata)
+                    start, metadata = start + piece.num_rows, b""
+            num_rows += 0 if batch is None else batch.num_rows
 
     def count(self) -> None:
         """Counts all rows, and keeps none."""
@@ -454,6 +486,15 @@ def _pieces(batch: pa.RecordBatch, layout: Layout, shard_bytes: int) -> Iterator
     step = max(1, shard_bytes // 16 // row_bytes)
     for start in range(0, batch.num_rows, step):
         yield batch.slice(start, step)
+
+
+def _without_bytes(schema: pa.Schema) -> list[str]:
+    """Columns whose rows take no bytes: a short message could have any number of them."""
+    return [
+        f"column {field.name!r} comes as {field.type}, which a put cannot have"
+        for field in schema
+        if has_null_type(field.type)
+    ]
 
 
 def _parse(message: type[pb.PutEnd] | type[pb.PutShard], data: bytes) -> pb.PutEnd | pb.PutShard:

@@ -13,7 +13,10 @@ from collections.abc import Mapping, Sequence
 import pyarrow as pa
 
 from cache_protocol.datasets.dataset_spec import DatasetSpec
-from cache_protocol.errors import RequestError
+from cache_protocol.errors import RequestError, SchemaError
+from cache_protocol.storage.arrived_types import wanted_schema
+from cache_protocol.storage.lossless import column_problems
+from cache_protocol.storage.type_rules import repeated_names
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.plan.pinned_version import PinnedVersion
 from cache_server.plan.shard_plan import ShardPlan, with_contents
@@ -63,37 +66,35 @@ def stored_schema(
         before: the version that they are appended to.
 
     Raises:
-        RequestError: names every column that cannot be stored, or is another one in ``before``.
+        SchemaError: names every column that cannot be stored, or does not fit that of ``before``.
     """
-    logical = storage_schema(arriving)
     if before is None:
+        _require_storable(arriving)
+        logical = storage_schema(arriving)
         return with_large_offsets(logical) if target_shard_bytes > _LARGE_BYTES else logical
-    if problems := column_problems(arriving, before.logical):
-        raise RequestError(
-            f"cannot append to {before.spec.name!r}, which has other columns: "
-            f"{'; '.join(problems)}. Cast the rows, or write all rows again without append"
+    if problems := column_problems(arriving, wanted_schema(arriving, before.logical)):
+        raise SchemaError(
+            f"cannot append to {before.spec.name!r}: {'; '.join(problems)}. Cast the "
+            "rows before you write them, or write all rows again without append"
         )
     return before.logical
 
 
-def column_problems(arriving: pa.Schema, logical: pa.Schema) -> list[str]:
-    """How the columns that rows would be stored in differ from those of ``logical``."""
-    if sorted(arriving.names) != sorted(logical.names):
-        return [f"columns {', '.join(arriving.names)} instead of {', '.join(logical.names)}"]
-    return [
-        f"column {field.name!r} as {came}, stored as {field.type}"
-        for field in logical
-        for came in [arriving.field(field.name).type]
-        if not _is_same(storage_type(came), field.type)
+def _require_storable(arriving: pa.Schema) -> None:
+    problems = [
+        f"column {field.name!r} of type {field.type}"
+        for field in arriving
+        if storage_type(field.type) is None
     ]
-
-
-def _is_same(stored: pa.DataType | None, logical: pa.DataType) -> bool:
-    """Whether a column is stored with these types; a large one also takes the other."""
-    large = {pa.large_string(): pa.string(), pa.large_binary(): pa.binary()}
-    if stored is not None and pa.types.is_large_list(logical) and pa.types.is_list(stored):
-        return _is_same(stored.value_type, logical.value_type)
-    return stored is not None and (stored.equals(logical) or large.get(logical) == stored)
+    if problems:
+        raise SchemaError(
+            f"cannot store {', '.join(problems)}: write its parts or its text as columns, or leave "
+            "it out"
+        )
+    if repeated := repeated_names(arriving.names):
+        raise SchemaError(
+            f"several columns are named {', '.join(map(repr, repeated))}: give each another name"
+        )
 
 
 def appended_spec(spec: DatasetSpec, before: DatasetSpec) -> DatasetSpec:

@@ -44,9 +44,10 @@ class Misfit(Exception):
 
 def as_column(array: pa.Array, field: pa.Field) -> pa.Array:
     """As `become`, also for the nulls of a column."""
-    if not field.nullable and array.null_count:
-        _all_of([lambda: _require_no_nulls(array), lambda: become(array, field.type)])
-    return become(array, field.type)
+    if field.nullable:
+        return become(array, field.type)
+    _, column = _all_of([lambda: _require_no_nulls(array), lambda: become(array, field.type)])
+    return column
 
 
 def become(array: pa.Array, dtype: pa.DataType) -> pa.Array:
@@ -78,7 +79,7 @@ def become(array: pa.Array, dtype: pa.DataType) -> pa.Array:
 
 
 def _misfit(array: pa.Array, row: int) -> NoReturn:
-    if pa.types.is_temporal(array.type):  # Python does not have all times
+    if pa.types.is_temporal(array.type) or pa.types.is_nested(array.type):  # maybe none of Python
         shown = array.slice(row, 1).to_string(indent=0, skip_new_lines=True).strip("[]")
     else:
         shown = repr(array[row].as_py())
@@ -106,11 +107,12 @@ def _refuse_first(array: pa.Array, bad: Flags) -> None:
         _misfit(array, int(bad.argmax()))
 
 
-def _require_no_nulls(array: pa.Array) -> None:
+def _require_no_nulls(array: pa.Array) -> pa.Array:
     if pa.types.is_dictionary(array.type) and array.dictionary.null_count:
         array = _decoded(array)
     if array.null_count:
         _misfit(array, int(_is_valid(array).argmin()))
+    return array
 
 
 # -- numbers and times ---------------------------------------------------------------------------

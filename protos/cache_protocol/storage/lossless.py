@@ -6,13 +6,23 @@ fails with its row: nothing is rounded, cut, parsed or dropped. `type_rules` has
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pyarrow as pa
 
-from cache_protocol.errors import SchemaError
+from cache_protocol.errors import LoadError, SchemaError
 from cache_protocol.storage.exact_values import Misfit, as_column
 from cache_protocol.storage.type_rules import Verdict, can_become, repeated_names
 
-__all__ = ["WRITE_ADVICE", "Verdict", "can_become", "column_problems", "conform", "conform_batch"]
+__all__ = [
+    "WRITE_ADVICE",
+    "Verdict",
+    "can_become",
+    "column_problems",
+    "conform",
+    "conform_batch",
+    "require_no_nulls",
+]
 
 WRITE_ADVICE = "cast the column before you write it, or write all rows again without append"
 
@@ -22,13 +32,13 @@ def column_problems(arriving: pa.Schema, wanted: pa.Schema) -> list[str]:
     problems = []
     came, known = dict.fromkeys(arriving.names), dict.fromkeys(wanted.names)
     if repeated := repeated_names(arriving.names):
-        problems.append(f"several columns named {', '.join(map(repr, repeated))}")
+        problems.append(f"columns cannot share a name: {', '.join(map(repr, repeated))}")
     if missing := [name for name in known if name not in came]:
-        problems.append(f"no column {', '.join(map(repr, missing))}")
+        problems.append(f"the rows must have a column {', '.join(map(repr, missing))}")
     if extra := [name for name in came if name not in known]:
-        problems.append(f"other columns {', '.join(map(repr, extra))}")
+        problems.append(f"the rows cannot have a column {', '.join(map(repr, extra))}")
     return problems or [
-        f"column {field.name!r} comes as {old}, which never becomes {field.type}"
+        f"column {field.name!r} comes as {old}, which cannot become {field.type}"
         for field in wanted
         for old in [arriving.field(field.name).type]
         if can_become(old, field.type) is Verdict.NEVER
@@ -50,7 +60,7 @@ def conform_batch(
     if batch.schema.equals(schema):
         return batch
     if problems := column_problems(batch.schema, schema):
-        raise SchemaError(f"the rows have {'; '.join(problems)}: {advice}")
+        raise SchemaError(f"{'; '.join(problems)}: {advice}")
     columns = [
         conform(
             field.name,
@@ -90,7 +100,7 @@ def conform(
     try:
         if can_become(array.type, dtype) is Verdict.NEVER:
             raise SchemaError(
-                f"column {name!r} comes as {array.type}, which never becomes {dtype}: {advice}"
+                f"column {name!r} comes as {array.type}, which cannot become {dtype}: {advice}"
             )
         return as_column(array, pa.field(name, dtype, nullable))
     except Misfit as misfit:
@@ -102,3 +112,20 @@ def conform(
         raise SchemaError(
             f"column {name!r} comes as {array.type} and cannot become {dtype} ({error}): {advice}"
         ) from None
+
+
+def require_no_nulls(counts: Mapping[str, int]) -> None:
+    """Refuses the nulls of a write with ``nulls="refuse"``.
+
+    Args:
+        counts: column of floats -> its nulls.
+
+    Raises:
+        LoadError: names each column with nulls.
+    """
+    problems = [f"{count} in column {name!r}" for name, count in counts.items() if count]
+    if problems:
+        raise LoadError(
+            f"the rows have nulls, {', '.join(problems)}, and the write has nulls='refuse': fill "
+            "them or leave their rows out before you write, or write with nulls='nan'"
+        )

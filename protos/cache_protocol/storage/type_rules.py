@@ -228,6 +228,16 @@ def is_extension(dtype: pa.DataType) -> bool:
     return isinstance(dtype, pa.BaseExtensionType)
 
 
+def has_null_type(dtype: pa.DataType) -> bool:
+    """Whether a type has the null type in it, whose values take no bytes."""
+    if pa.types.is_dictionary(dtype):
+        return has_null_type(dtype.value_type)
+    if is_extension(dtype):
+        return has_null_type(dtype.storage_type)
+    children = [dtype.field(place).type for place in range(dtype.num_fields)]
+    return bool(pa.types.is_null(dtype)) or any(map(has_null_type, children))
+
+
 def repeated_names(names: Sequence[str]) -> list[str]:
     """The names that come more than once."""
     return sorted(name for name, count in Counter(names).items() if count > 1)
