@@ -21,7 +21,7 @@ from tenacity import Retrying, retry_if_exception_type, stop_after_attempt
 from cache_client.flight.connections import NodeConnection
 from cache_client.flight.streams import PutStream
 from cache_client.reading.fetch_ahead import fetch_ahead
-from cache_client.writing.arrow_sources import ArrowSource, arrow_source, conformed, slices
+from cache_client.writing.arrow_sources import ArrowSource, conformed, exported, slices
 from cache_protocol.errors import (
     CacheError,
     ConfigError,
@@ -143,7 +143,7 @@ class Write:
             if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= limit:
                 raise ConfigError(f"{name} must be a number from 0 to {limit}, got {value!r}")
         with _Connections(self.credentials) as connections:
-            groups = self._groups(arrow_source(data).batches)
+            groups = self._groups(exported(data).batches)
             return self._put(connections, partition, attempt, groups, timeout_s)
 
     def commit(

@@ -133,6 +133,8 @@ class Puts:
         Raises:
             PermissionDeniedError: the write is of another namespace.
             RequestError: the write is not open, or the rows are not those of the write.
+            SchemaError: the rows have other columns, or a value does not become the type of its
+                column without a loss.
             LoadError: a value cannot be stored; or, as a `NoRoomError`, the node stayed full.
             NodeUnavailableError: the node stops, or cannot reach its coordinator.
         """
@@ -150,7 +152,9 @@ class Puts:
                 f"the put has other columns than its write: {'; '.join(problems)}. Cast the rows "
                 "before you put them"
             )
-        stream = _PutStream(self._while_open(write, messages), write, layout, wanted)
+        has_types = all(schema.field(field.name).type.equals(field.type) for field in wanted)
+        messages = self._while_open(write, messages)
+        stream = _PutStream(messages, write, layout, None if has_types else wanted)
         attempt = request.write_id, request.partition, request.attempt
         _, known = self._complete.get(attempt, (None, None))
         if known is not None:
@@ -375,7 +379,7 @@ class _PutStream:
     """The rows of a put, shard by shard. Used by one thread.
 
     Args:
-        wanted: the columns to give to the rows.
+        wanted: the columns to give to the rows; None: they have them.
 
     Attributes:
         layout: of the stored rows.
@@ -383,31 +387,32 @@ class _PutStream:
     """
 
     def __init__(
-        self, messages: Iterator[PutMessage], write: OpenWrite, layout: Layout, wanted: pa.Schema
+        self,
+        messages: Iterator[PutMessage],
+        write: OpenWrite,
+        layout: Layout,
+        wanted: pa.Schema | None,
     ) -> None:
-        self._messages = self._fitted(messages)
+        self._messages = messages if wanted is None else self._fitted(messages, wanted)
         self._write = write
-        self._wanted = wanted
         self.layout = layout
         self._next: tuple[pa.RecordBatch, int] | None = None
         self._has_ended = False
         self.num_rows = 0
 
-    def _fitted(self, messages: Iterator[PutMessage]) -> Iterator[PutMessage]:
-        """The messages with the columns of the write; their batches in pieces if they have others.
+    def _fitted(self, messages: Iterator[PutMessage], wanted: pa.Schema) -> Iterator[PutMessage]:
+        """The messages with the wanted columns, and their batches in pieces.
 
         A value may take more bytes than it came with.
         """
-        num_rows = 0
+        row = 0
         for batch, metadata in messages:
-            if batch is None or batch.schema.equals(self._wanted) or not batch.num_rows:
+            if batch is None or not batch.num_rows:
                 yield PutMessage(batch, metadata)
-            else:
-                start = num_rows
-                for piece in _pieces(batch, self.layout, self._write.target_shard_bytes):
-                    yield PutMessage(conform_batch(piece, self._wanted, first_row=start), metadata)
-                    start, metadata = start + piece.num_rows, b""
-            num_rows += 0 if batch is None else batch.num_rows
+                continue
+            for piece in _pieces(batch, self.layout, self._write.target_shard_bytes):
+                yield PutMessage(conform_batch(piece, wanted, first_row=row), metadata)
+                row, metadata = row + piece.num_rows, b""
 
     def count(self) -> None:
         """Counts all rows, and keeps none."""

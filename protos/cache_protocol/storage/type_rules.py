@@ -1,26 +1,7 @@
 """Which Arrow types the values of another type become without a loss. Pure.
 
-The table below is in `docs/sources/lossless.md`, too. A NaN stays a NaN, whatever its payload.
-
-    from                       to                          verdict
-    any type                   the same                    always
-    null                       any, but unions             always
-    integer                    integer, float, decimal     if each value is exact there
-    float                      float                       if each value is exact there
-    decimal                    decimal                     if each value is exact there
-    decimal of scale 0         integer                     if each value fits
-    date, time, timestamp,     the same kind, other unit   if each value is exact there
-    duration
-    date                       timestamp without zone      its midnight, if it fits
-    string, binary             the same kind, other        if the length or the offsets fit
-                               offsets or width
-    list of any form           list of any form            as its values; a fixed size must agree
-    struct, map                the same fields, any order  as its fields
-    dictionary                 its values, and back        as its values
-    extension type             its storage                 as its storage
-    anything else              anything else               never
-
-The verdict of two types is "always" where the new one holds each value of the old one.
+The rule is the table in `docs/sources/lossless.md`. A verdict is "always" where the new type holds
+each value of the old one. A NaN stays a NaN; its payload may change.
 """
 
 from __future__ import annotations

@@ -9,8 +9,10 @@ import decimal
 import functools
 import itertools
 import math
+import re
 import struct
 from decimal import Decimal
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -513,3 +515,31 @@ def test_every_pair_of_types_has_a_verdict() -> None:
 def test_columns_of_the_same_type_are_not_copied() -> None:
     for array in (pa.array([1, None]), pa.array(["x"]), pa.array([[1], None])):
         assert conform("x", array, array.type) is array
+
+
+# -- the page -----------------------------------------------------------------------------------
+
+PAGE = (Path(__file__).resolve().parents[4] / "docs/sources/lossless.md").read_text("utf-8")
+EXAMPLES = [
+    [re.findall(r"`([^`]+)`", cell) for cell in line.strip("|").split("|")]
+    for line in PAGE.partition("## Examples")[2].partition("\n## ")[0].splitlines()
+    if line.startswith("| `")
+]
+VALUES = {"nan": math.nan, "inf": math.inf, "Decimal": Decimal}
+
+
+@pytest.mark.parametrize(("old", "new", "accepted", "refused"), EXAMPLES)
+def test_the_examples_of_the_page_hold(
+    old: list[str], new: list[str], accepted: list[str], refused: list[str]
+) -> None:
+    names = {**vars(pa), **{unit: unit for unit in UNITS}}
+    kinds = [eval(re.sub(r"\b([a-z]+\d+)\b(?!\()", r"\1()", name), names) for (name,) in (old, new)]
+    for texts, fits in ((accepted, True), (refused, False)):
+        assert texts
+        for text in texts:
+            array = column(kinds[0], [eval(text, VALUES)])
+            if fits:
+                assert len(conform("x", array, kinds[1])) == 1
+            else:
+                with pytest.raises(SchemaError, match="in row 0 cannot become"):
+                    conform("x", array, kinds[1])
