@@ -172,7 +172,8 @@ class CacheClient:
             name: of the dataset.
             data: a pyarrow Table, RecordBatch or RecordBatchReader, a pandas or Polars frame (also
                 lazy), a DuckDB relation, a dict of NumPy arrays or torch tensors, a Hugging Face
-                dataset, or any object with ``__arrow_c_stream__``. A stream is never held whole.
+                dataset, any object with ``__arrow_c_stream__``, or a generator of these. A stream
+                is never held whole.
             append: after the rows of the dataset, if it exists; see `begin_write`.
             through: a folder that the nodes have too, or ``s3://BUCKET/PREFIX``. Each write makes
                 the folder ``NAME/TIME-RANDOM`` there, and each append adds a file to it. You remove
@@ -188,7 +189,8 @@ class CacheClient:
 
         Raises:
             ConfigError: an argument is wrong; quotes each.
-            RequestError: a column cannot be stored; names each.
+            SchemaError: a column cannot be stored, has no Arrow type, or does not fit that of the
+                dataset without a loss; names it, and the value with its row.
             LoadError: a value cannot be stored, the rows do not fit, or the file cannot be written.
             NodeUnavailableError: no node took the rows.
         """
@@ -257,16 +259,16 @@ class CacheClient:
             name: of the dataset.
             schema: of the rows to put.
             append: the new version has the rows of the newest one at the commit, then these. They
-                must have its columns. Its replicas and readers stay, or become more. Without a
-                dataset of this name, one is made.
+                must have its columns, in any order, and take its types without a loss. Its replicas
+                and readers stay, or become more. Without a dataset of this name, one is made.
             replicas, target_shard_bytes, nulls, readers: see `write`.
             ttl_s: the write ends if nothing was put and nothing committed for so long.
             full_wait_s: how long a full node may let a put wait, before it refuses it.
 
         Raises:
             ConfigError: an argument is wrong; quotes each.
-            RequestError: a column cannot be stored, or not be appended; names each. Or ``append``
-                to a dataset that was loaded.
+            SchemaError: a column cannot be stored, or not be appended; names each.
+            RequestError: ``append`` to a dataset that was loaded.
             LoadError: ``append``, and rows of the dataset are lost.
             NotReadyError: no node has joined the cache yet.
         """

@@ -17,7 +17,7 @@ from cache_client.control.client import CacheClient
 from cache_client.engines.tasks import RowParts, chosen, put_batches
 from cache_client.job.connection import Connection
 from cache_client.writing.writes import PartitionAck, Write
-from cache_protocol.errors import ConfigError, RequestError, checked, missing_package
+from cache_protocol.errors import ConfigError, SchemaError, checked, missing_package
 from cache_protocol.storage.lossless import Verdict, can_become, conform
 
 try:
@@ -174,7 +174,7 @@ def arrow_schema(schema: types.StructType) -> pa.Schema:
     """The Arrow types of columns of Spark.
 
     Raises:
-        RequestError: names each column that cannot be stored.
+        SchemaError: names each column that cannot be stored.
     """
     found = [(field, _arrow_type(field.dataType)) for field in schema.fields]
     problems = [
@@ -183,7 +183,7 @@ def arrow_schema(schema: types.StructType) -> pa.Schema:
         if dtype is None
     ]
     if problems:
-        raise RequestError("; ".join(problems))
+        raise SchemaError("; ".join(problems))
     return pa.schema([(field.name, dtype) for field, dtype in found])
 
 

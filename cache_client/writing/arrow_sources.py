@@ -131,19 +131,20 @@ def _found(data: Any) -> ArrowSource | None:
         return _of_duckdb(data)
     if kind == "datasets" and hasattr(data, "with_format"):
         return _of_hugging_face(data)
-    if hasattr(data, "__arrow_c_stream__"):
-        return _of_stream(data)
-    if hasattr(data, "__arrow_c_array__"):
-        return _found(pa.record_batch(data))
+    if hasattr(data, "__arrow_c_stream__") or hasattr(data, "__arrow_c_array__"):
+        return _of_export(data)
     if isinstance(data, Iterator):
         return _of_parts(map(exported, data))
     return None
 
 
-def _of_stream(data: Any) -> ArrowSource | None:
+def _of_export(data: Any) -> ArrowSource | None:
+    """The batches that an object exports; None: it is one column, or one value."""
     try:
+        if not hasattr(data, "__arrow_c_stream__"):
+            return _found(pa.record_batch(data))
         reader = pa.RecordBatchReader.from_stream(data)
-    except pa.ArrowInvalid:  # one column
+    except pa.ArrowInvalid:
         return None
     return ArrowSource(reader.schema, iter(reader))
 
@@ -177,9 +178,9 @@ def _of_arrays(arrays: Mapping[Any, Any]) -> ArrowSource:
 def _of_pandas(frame: Any) -> ArrowSource:
     """The columns of a frame, and the levels of its index that have a name."""
     named = [name for name in frame.index.names if name is not None]
-    if both := [name for name in named if name in frame.columns]:
+    if both := [name for name in named if name in frame.columns or named.count(name) > 1]:
         raise SchemaError(
-            f"the index of the frame has the name of column {both[0]!r}: give it another one with "
+            f"a level of the index has the name of another column, {both[0]!r}: rename it with "
             "frame.rename_axis, or drop it with frame.reset_index(drop=True)"
         )
     if named:
