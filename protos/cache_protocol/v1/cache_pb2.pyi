@@ -42,6 +42,7 @@ class _ErrorCodeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enum
     ERROR_CODE_NODE_UNAVAILABLE: _ErrorCode.ValueType  # 9
     ERROR_CODE_UNAUTHENTICATED: _ErrorCode.ValueType  # 10
     ERROR_CODE_PERMISSION_DENIED: _ErrorCode.ValueType  # 11
+    ERROR_CODE_SCHEMA: _ErrorCode.ValueType  # 12
 
 class ErrorCode(_ErrorCode, metaclass=_ErrorCodeEnumTypeWrapper):
     """---------------------------------------------------------------------------------------------
@@ -64,6 +65,7 @@ ERROR_CODE_LOAD: ErrorCode.ValueType  # 8
 ERROR_CODE_NODE_UNAVAILABLE: ErrorCode.ValueType  # 9
 ERROR_CODE_UNAUTHENTICATED: ErrorCode.ValueType  # 10
 ERROR_CODE_PERMISSION_DENIED: ErrorCode.ValueType  # 11
+ERROR_CODE_SCHEMA: ErrorCode.ValueType  # 12
 Global___ErrorCode: typing_extensions.TypeAlias = ErrorCode
 
 class _DatasetState:
