@@ -137,7 +137,7 @@ class DatasetSpec(google.protobuf.message.Message):
     replicas: builtins.int
     target_shard_bytes: builtins.int
     nulls: builtins.str
-    """of columns of floats: "nan" or "refuse"; empty: nan"""
+    """"keep" or "refuse"; empty: keep"""
     @property
     def tables(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TableSpec]: ...
     @property
@@ -462,7 +462,7 @@ class DatasetInfo(google.protobuf.message.Message):
 
     @property
     def nulls(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
-        """column of floats -> nulls that became NaN, so far"""
+        """unit of null bits -> its nulls, so far"""
 
     @property
     def notes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
@@ -1613,7 +1613,7 @@ class LoadPlan(google.protobuf.message.Message):
     joined: builtins.bool
     """the query also reads other tables or subqueries"""
     refuse_nulls: builtins.bool
-    """also in columns of floats"""
+    """of every column"""
     @property
     def tables(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___PinnedTable]:
         """if not whole, the first is read split by split"""

@@ -61,7 +61,7 @@ def test_any_column_or_field_can_be_selected(seed: int, pick: int) -> None:
 @given(seeds)
 def test_what_is_null_and_only_that_has_a_bit(seed: int) -> None:
     batch = random_batch(seed, 0)
-    layout, (stored,) = stored_batches([batch])
+    layout, _ = stored_batches([batch])
     bits = {} if layout.null_index is None else layout.nulls.units
     for column in leaves(layout.tree):
         array = batch.column(column.name)
@@ -82,5 +82,5 @@ def test_what_is_null_and_only_that_has_a_bit(seed: int) -> None:
     ],
 )
 def test_unions_are_refused_by_name(dtype: pa.DataType) -> None:
-    with pytest.raises(RequestError, match="'some'.*union.*cannot be stored"):
+    with pytest.raises(RequestError, match=r"'some'.*union.*cannot be stored"):
         flat_tree(pa.schema([("fine", pa.int8()), ("some", dtype)]))
