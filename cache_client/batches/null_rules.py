@@ -239,7 +239,7 @@ def _fitting(column: FlatColumn, dtype: pa.DataType, value: object) -> float | i
         if not isinstance(value, int | float | Decimal | np.number):
             return None
         number = numpy_dtype(dtype) if types.is_floating(dtype) else np.dtype(np.float64)
-        return _finite(float(value), number)  # type: ignore[arg-type]
+        return _finite(float(value), number)
     if isinstance(value, _TIMES):
         return _instant(column, dtype, value)
     if isinstance(value, float | np.floating) and float(value).is_integer():

@@ -46,7 +46,7 @@ from cache_protocol.errors import (
     LoadError,
     checked,
 )
-from cache_protocol.storage.layout import schema_from_bytes
+from cache_protocol.storage.layout import Layout, schema_from_bytes
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.wire.load_progress import LoadMeter, LoadReport
 
@@ -171,7 +171,8 @@ class CacheClient:
             name: of the dataset.
             data: a pyarrow Table, RecordBatch or RecordBatchReader, a pandas or Polars frame (also
                 lazy), a DuckDB relation, a dict of NumPy arrays or torch tensors, a Hugging Face
-                dataset, or any object with ``__arrow_c_stream__``. A stream is never held whole.
+                dataset, any object with ``__arrow_c_stream__``, or a generator of these. A stream
+                is never held whole.
             append: after the rows of the dataset, if it exists; see `begin_write`.
             through: a folder that the nodes have too, or ``s3://BUCKET/PREFIX``. Each write makes
                 the folder ``NAME/TIME-RANDOM`` there, and each append adds a file to it. You remove
@@ -187,7 +188,8 @@ class CacheClient:
 
         Raises:
             ConfigError: an argument is wrong; quotes each.
-            RequestError: a column cannot be stored; names each.
+            SchemaError: a column cannot be stored, has no Arrow type, or does not fit that of the
+                dataset without a loss; names it, and the value with its row.
             LoadError: a value cannot be stored, the rows do not fit, or the file cannot be written.
             NodeUnavailableError: no node took the rows.
         """
@@ -256,16 +258,16 @@ class CacheClient:
             name: of the dataset.
             schema: of the rows to put.
             append: the new version has the rows of the newest one at the commit, then these. They
-                must have its columns. Its replicas and readers stay, or become more. Without a
-                dataset of this name, one is made.
+                must have its columns, in any order, and take its types without a loss. Its replicas
+                and readers stay, or become more. Without a dataset of this name, one is made.
             replicas, target_shard_bytes, nulls, readers: see `write`.
             ttl_s: the write ends if nothing was put and nothing committed for so long.
             full_wait_s: how long a full node may let a put wait, before it refuses it.
 
         Raises:
             ConfigError: an argument is wrong; quotes each.
-            RequestError: a column cannot be stored, or not be appended; names each. Or ``append``
-                to a dataset that was loaded.
+            SchemaError: a column cannot be stored, or not be appended; names each.
+            RequestError: ``append`` to a dataset that was loaded.
             LoadError: ``append``, and rows of the dataset are lost.
             NotReadyError: no node has joined the cache yet.
         """
@@ -298,11 +300,12 @@ class CacheClient:
         deadline = self._coordinator.deadline()
         with self._coordinator.calls(deadline) as calls:
             begun = calls.call(calls.stub.BeginWrite, request, deadline)
+        stored = schema_from_bytes(begun.schema)
         return writes.Write(
             begun.dataset,
             begun.write_id,
-            schema,
-            schema_from_bytes(begun.schema),
+            Layout(stored).logical if append else schema,
+            stored,
             spec.target_shard_bytes,
             tuple(node.flight_location for node in begun.nodes),
             self._access.credentials,

@@ -65,7 +65,7 @@ class LoadForecast:
         shards_reused: those that a version in the cache has too, so that they are not loaded.
         load_s: about, seconds until it is ready, at the rate of the last load of this cache; None
             before any load, and for a whole query.
-        nulls: column of floats -> nulls that become NaN, before any filter, where statistics tell.
+        nulls: column of numbers -> its nulls, before any filter, where statistics tell.
         world_size, batch_size: as requested.
         steps_per_epoch: of each rank; None if the rows are not known.
         step_bytes: decoded bytes of a rank's full step; None if the rows are not known.

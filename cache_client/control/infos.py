@@ -28,7 +28,7 @@ class DatasetInfo:
         error: why the load failed; None unless it did.
         waits: why a part of the load has to wait; None if none has to.
         replicas: the requested number; ``placement`` has fewer if there are fewer nodes.
-        nulls: column of floats -> nulls that became NaN, of the shards loaded so far.
+        nulls: column -> its nulls, of the shards loaded so far; strings are not counted.
         notes: what the load changed, such as leading zeros; one for each column.
         shards_reused: shards that the version before had too.
         files_read: by the loads; a file counts once for each shard that is made of it.

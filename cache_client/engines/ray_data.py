@@ -18,7 +18,7 @@ from cache_client.control.client import CacheClient
 from cache_client.engines.tasks import PARTITION_BYTES, RowParts, chosen, put_again
 from cache_client.job.connection import Connection
 from cache_client.writing.writes import PartitionAck, Write
-from cache_protocol.errors import ConfigError, RequestError, missing_package
+from cache_protocol.errors import ConfigError, SchemaError, missing_package
 
 try:
     from ray.data.block import Block, BlockAccessor, BlockMetadata
@@ -177,7 +177,7 @@ def _plain_type(name: str, dtype: pa.DataType) -> pa.DataType:
     if not isinstance(dtype, pa.BaseExtensionType):
         return dtype
     if dtype.extension_name == _PICKLES:
-        raise RequestError(f"column {name!r} has Python objects, which cannot be stored")
+        raise SchemaError(f"column {name!r} has Python objects, which cannot be stored")
     shape = getattr(dtype, "shape", None)
     storage = dtype.storage_type
     if shape is None or not hasattr(storage, "value_type"):
@@ -200,7 +200,7 @@ def _plain_array(array: pa.Array, field: pa.Field) -> pa.Array:
     if array.type.storage_type == field.type:
         return array.storage
     if array.null_count:
-        raise RequestError(f"column {field.name!r} has null tensors, which cannot be stored")
+        raise SchemaError(f"column {field.name!r} has null tensors, which cannot be stored")
     plain = array.storage.flatten()
     for size in reversed(array.type.shape):
         plain = pa.FixedSizeListArray.from_arrays(plain, size)

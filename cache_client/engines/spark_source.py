@@ -16,9 +16,9 @@ import pyarrow as pa
 from cache_client.control.client import CacheClient
 from cache_client.engines.tasks import RowParts, chosen, put_batches
 from cache_client.job.connection import Connection
-from cache_client.writing.arrow_sources import plain_batch
 from cache_client.writing.writes import PartitionAck, Write
-from cache_protocol.errors import ConfigError, RequestError, checked, missing_package
+from cache_protocol.errors import ConfigError, SchemaError, checked, missing_package
+from cache_protocol.storage.lossless import Verdict, can_become, conform
 
 try:
     from pyspark import TaskContext
@@ -151,14 +151,30 @@ class CacheReader(DataSourceReader):
         """The rows of a partition. Called on an executor."""
         assert isinstance(partition, _Rows)
         for batch in self._parts.read(range(partition.start, partition.stop)):
-            yield plain_batch(batch, self._schema)
+            yield read_as(batch, self._schema)
+
+
+def read_as(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
+    """The columns of ``schema`` of a batch of stored columns; times come as integers.
+
+    Raises:
+        SchemaError, pa.ArrowInvalid: a value does not become the type.
+    """
+    columns = [
+        column.cast(field.type)
+        if can_become(column.type, field.type) is Verdict.NEVER
+        else conform(field.name, column, field.type, advice="give its column another type in Spark")
+        for field in schema
+        for column in [batch.column(field.name)]
+    ]
+    return pa.RecordBatch.from_arrays(columns, schema=schema)
 
 
 def arrow_schema(schema: types.StructType) -> pa.Schema:
     """The Arrow types of columns of Spark.
 
     Raises:
-        RequestError: names each column that cannot be stored.
+        SchemaError: names each column that cannot be stored.
     """
     found = [(field, _arrow_type(field.dataType)) for field in schema.fields]
     problems = [
@@ -167,7 +183,7 @@ def arrow_schema(schema: types.StructType) -> pa.Schema:
         if dtype is None
     ]
     if problems:
-        raise RequestError("; ".join(problems))
+        raise SchemaError("; ".join(problems))
     return pa.schema([(field.name, dtype) for field, dtype in found])
 
 

@@ -27,7 +27,7 @@ def put_batches(
     Raises:
         As `Write.put`.
     """
-    rows = (write.fitted(batch) for batch in batches if batch.num_rows)
+    rows = write.fitted(batch for batch in batches if batch.num_rows)
     first = next(rows, None)
     if first is None:
         return None

@@ -6,6 +6,7 @@ cache.
 
 from __future__ import annotations
 
+import base64
 import logging
 import re
 import time
@@ -18,22 +19,25 @@ from typing import Any, NamedTuple, TypeVar
 import pyarrow as pa
 from tenacity import Retrying, retry_if_exception_type, stop_after_attempt
 
-from cache_client.writing.arrow_sources import ArrowSource, slices
+from cache_client.writing.arrow_sources import ArrowSource, conformed, slices
 from cache_protocol.datasets.dataset_spec import DatasetSpec
 from cache_protocol.datasets.secret_settings import URI
 from cache_protocol.errors import (
     ConfigError,
     LoadError,
     RequestError,
+    SchemaError,
     StaleVersionError,
     UnauthenticatedError,
 )
+from cache_protocol.storage.lossless import column_problems, require_no_nulls
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _FOLDER = re.compile(r"[0-9]{8}T[0-9]{6}-[0-9a-f]{8}")  # of one write
 _NUMBER = re.compile(r"([0-9]{20})-[0-9a-f]{8}\.parquet")  # of a file: loads read in this order
+_WRITTEN_SCHEMA = b"ARROW:schema"  # pyarrow keeps there what it was given
 _S3_ARGUMENTS = {  # options of a spec, without their prefix -> arguments of pyarrow
     "access_key_id": "access_key",
     "secret_access_key": "secret_key",
@@ -88,15 +92,22 @@ def write_through(
     """
     (root,) = spec.source
     files, path = _file_system(root, spec)
+    sql = seconds_sql(source.schema)
     if before is None:
         folder = f"{spec.name}/{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{_random()}"
-        spec = _with_source(spec, f"{root.rstrip('/')}/{folder}")
+        spec = _with_source(spec, f"{root.rstrip('/')}/{folder}", sql)
     else:
         spec = _appended(spec, before.spec)
         folder = spec.source[0].removeprefix(root.rstrip("/")).strip("/")
     folder = f"{path.rstrip('/')}/{folder}"
     if before is not None:
-        source = _with_columns_of(files, folder, source, spec.name, is_new=before.has_failed)
+        known = _known_schema(files, folder, spec.name, is_new=before.has_failed)
+        if known is None:
+            spec = _with_source(spec, spec.source[0], sql)
+        else:
+            source = _with_columns_of(known, source, spec.name)
+    if spec.nulls == "refuse":
+        source = replace(source, batches=map(_without_nulls, source.batches))
     file = _write_file(files, folder, source, spec.target_shard_bytes, is_hidden=before is not None)
     overtaken = retry_if_exception_type(StaleVersionError)  # by a version with this file, too
     try:
@@ -133,43 +144,97 @@ def _appended(spec: DatasetSpec, before: DatasetSpec) -> DatasetSpec:
     return DatasetSpec.from_proto(content, spec.secrets_to_proto())
 
 
-def _with_columns_of(
-    files: Any, folder: str, source: ArrowSource, name: str, *, is_new: bool
-) -> ArrowSource:
-    """The rows with the columns in the order of the files that are there.
+def _known_schema(files: Any, folder: str, name: str, *, is_new: bool) -> pa.Schema | None:
+    """The columns of the files that are there, as they were written.
 
     Args:
-        is_new: the folder may have no file yet.
+        is_new: the folder may have no file yet: None.
 
     Raises:
-        RequestError: they have other columns. LoadError: the files cannot be read or are gone, or
-            the rows cannot be written.
+        LoadError: the files cannot be read, or are gone.
     """
     from pyarrow import parquet
 
     with _failing_as_load(folder, "read"):
         shown = _shown(files, folder)
         if not shown and is_new:
-            return source
+            return None
         if not shown:
             raise LoadError(
                 f"cannot append to {name!r}, because its files in {folder} are gone: write all "
                 "rows again without append"
             )
-        known = parquet.read_schema(shown[0], filesystem=files).remove_metadata()
-    with _failing_as_load(folder):
-        written = pa.BufferOutputStream()
-        parquet.write_table(source.schema.empty_table(), written)
-        arriving = parquet.read_schema(pa.BufferReader(written.getvalue())).remove_metadata()
-    if sorted(map(str, known)) != sorted(map(str, arriving)):
-        raise RequestError(
-            f"cannot append to {name!r}, which has other columns: {known.to_string()!r}, and the "
-            f"rows have {arriving.to_string()!r}. Cast the rows, or write all rows again "
-            "without append"
+        read = parquet.read_metadata(shown[0], filesystem=files)
+        written = (read.metadata or {}).get(_WRITTEN_SCHEMA)
+        if written is None:
+            return read.schema.to_arrow_schema().remove_metadata()
+        return pa.ipc.read_schema(pa.py_buffer(base64.b64decode(written))).remove_metadata()
+
+
+def _with_columns_of(known: pa.Schema, source: ArrowSource, name: str) -> ArrowSource:
+    """The rows with the columns that are known.
+
+    Raises:
+        SchemaError: they have other ones. The batches raise it for a value.
+    """
+    if problems := column_problems(source.schema, known):
+        raise SchemaError(
+            f"cannot append to {name!r}: {'; '.join(problems)}. Cast the rows before you write "
+            "them, or write all rows again without append"
         )
-    schema = pa.schema([source.schema.field(column) for column in known.names])
-    batches = (batch.select(known.names) for batch in source.batches)
-    return replace(source, schema=schema, batches=batches)
+    return replace(source, schema=known, batches=conformed(source.batches, known))
+
+
+def seconds_sql(schema: pa.Schema) -> str:
+    """SQL that gives columns the types back that Parquet does not have; empty: there is none.
+
+    Parquet has times of milliseconds and finer, and days of 32 bits.
+
+    Raises:
+        SchemaError: such a type is in a struct or a map.
+    """
+    columns, is_needed = [], False
+    for field in schema:
+        name = '"' + field.name.replace('"', '""') + '"'
+        if _has_seconds(field.type):
+            spelt = _spelt(field).replace("'", "''")
+            name, is_needed = f"arrow_cast({name}, '{spelt}') AS {name}", True
+        columns.append(name)
+    return f"SELECT {', '.join(columns)} FROM source" if is_needed else ""
+
+
+def _has_seconds(dtype: pa.DataType) -> bool:
+    kinds = pa.types
+    is_time = kinds.is_timestamp(dtype) or kinds.is_time(dtype)
+    if kinds.is_date64(dtype) or (is_time and dtype.unit == "s"):
+        return True
+    return any(_has_seconds(dtype.field(place).type) for place in range(dtype.num_fields))
+
+
+def _spelt(field: pa.Field) -> str:
+    """The type of a column as DataFusion spells it, of times and lists of them."""
+    kinds, dtype = pa.types, field.type
+    if kinds.is_date64(dtype):
+        return "Date64"
+    if kinds.is_time(dtype):
+        return "Time32(Second)"
+    if kinds.is_timestamp(dtype):
+        return f"Timestamp(Second, {f'Some({chr(34)}{dtype.tz}{chr(34)})' if dtype.tz else 'None'})"
+    if kinds.is_list(dtype) or kinds.is_large_list(dtype) or kinds.is_fixed_size_list(dtype):
+        inner = _spelt(field.with_type(dtype.value_type))
+        if kinds.is_fixed_size_list(dtype):
+            return f"FixedSizeList({dtype.list_size}, {inner})"
+        return f"{'Large' if kinds.is_large_list(dtype) else ''}List({inner})"
+    raise SchemaError(
+        f"column {field.name!r} has {dtype}, and Parquet has no seconds and no date64 in it: cast "
+        "them to timestamp[ms], time32[ms] or date32 before you write them through files"
+    )
+
+
+def _without_nulls(batch: pa.RecordBatch) -> pa.RecordBatch:
+    floats = [field.name for field in batch.schema if pa.types.is_floating(field.type)]
+    require_no_nulls({name: batch.column(name).null_count for name in floats})
+    return batch
 
 
 def _shown(files: Any, folder: str) -> list[str]:
@@ -181,9 +246,10 @@ def _shown(files: Any, folder: str) -> list[str]:
     return sorted(path for path in paths if not path.rpartition("/")[2].startswith("."))
 
 
-def _with_source(spec: DatasetSpec, folder: str) -> DatasetSpec:
+def _with_source(spec: DatasetSpec, folder: str, sql: str) -> DatasetSpec:
     content = spec.to_proto()
     content.tables[0].source[:] = [folder]
+    content.sql = sql
     return DatasetSpec.from_proto(content, spec.secrets_to_proto())
 
 

@@ -21,13 +21,12 @@ from tenacity import Retrying, retry_if_exception_type, stop_after_attempt
 from cache_client.flight.connections import NodeConnection
 from cache_client.flight.streams import PutStream
 from cache_client.reading.fetch_ahead import fetch_ahead
-from cache_client.writing.arrow_sources import ArrowSource, arrow_source, plain_batch, slices
+from cache_client.writing.arrow_sources import ArrowSource, conformed, exported, slices
 from cache_protocol.errors import (
     CacheError,
     ConfigError,
     LostPartitionsError,
     NodeUnavailableError,
-    RequestError,
 )
 from cache_protocol.storage.layout import Layout
 from cache_protocol.v1 import cache_pb2 as pb
@@ -130,8 +129,9 @@ class Write:
             timeout_s: of the whole call.
 
         Raises:
-            ConfigError: an argument is wrong. RequestError: the write has ended, or the rows do not
-                have its columns.
+            ConfigError: an argument is wrong. RequestError: the write has ended.
+            SchemaError: the rows have other columns, or a value does not become the type of its
+                column without a loss.
             LoadError: a value cannot be stored, or the node stayed full.
             NodeUnavailableError: the node stopped or does not answer: put the rows again, by
                 another attempt.
@@ -143,7 +143,7 @@ class Write:
             if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= limit:
                 raise ConfigError(f"{name} must be a number from 0 to {limit}, got {value!r}")
         with _Connections(self.credentials) as connections:
-            groups = self._groups(arrow_source(data).batches)
+            groups = self._groups(exported(data).batches)
             return self._put(connections, partition, attempt, groups, timeout_s)
 
     def commit(
@@ -199,20 +199,16 @@ class Write:
     def _groups(self, batches: Iterable[pa.RecordBatch]) -> Iterator[list[pa.RecordBatch]]:
         """The rows of each shard."""
         stored_bytes = Layout(self.stored).stored_bytes
-        return slices(map(self.fitted, batches), stored_bytes, self.target_shard_bytes)
+        return slices(self.fitted(batches), stored_bytes, self.target_shard_bytes)
 
-    def fitted(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        """The columns of ``schema`` of a batch, with its types.
+    def fitted(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """The rows with the columns of ``schema``.
 
         Raises:
-            RequestError: a column is missing, or cannot be cast without a loss.
+            SchemaError: a column is missing or another one, or a value does not become its type
+                without a loss; names the column, the value and its row.
         """
-        try:
-            return plain_batch(batch, self.schema)
-        except (pa.ArrowException, KeyError) as error:
-            raise RequestError(
-                f"rows of {self.name!r} must have the columns {self.schema.to_string()!r}: {error}"
-            ) from None
+        return conformed(batches, self.schema)
 
     def _put(
         self,

@@ -26,7 +26,7 @@ from cache_server.node import peer_files, staging
 from cache_server.node.desired import DesiredShard, LoadPlan, SameShard
 from cache_server.plan.shard_plan import load_memory_bytes, max_rows
 from cache_server.plan.written_version import put_of
-from cache_server.shards.packing import ShardBuilder, storage_type
+from cache_server.shards.packing import ShardBuilder
 from cache_server.shards.store import ShardStore
 from cache_server.shards.version_key import VersionKey
 from cache_server.source.pinned import PinnedTable, Split
@@ -382,8 +382,7 @@ class _TypeCheck:
         """Raises a LoadError that names the columns."""
         if self._checked is not None and batch.schema.equals(self._checked):
             return
-        stored = [field.with_type(storage_type(field.type) or field.type) for field in batch.schema]
-        if problem := other_types(pa.schema(stored), self._logical):
+        if problem := other_types(batch.schema, self._logical):
             raise LoadError(f"cannot store {what}: {problem}")
         self._checked = batch.schema
 

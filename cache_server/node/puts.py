@@ -25,14 +25,16 @@ from cache_protocol.errors import (
     LoadError,
     NodeUnavailableError,
     RequestError,
+    SchemaError,
 )
 from cache_protocol.storage.layout import Layout
+from cache_protocol.storage.lossless import column_problems, conform_batch, require_no_nulls
+from cache_protocol.storage.type_rules import has_null_type
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.auth.principals import ANYONE, Principal
 from cache_server.node.desired import OpenWrite
 from cache_server.node.load_memory import LoadMemory
 from cache_server.node.write_schemas import WriteSchemas
-from cache_server.plan.written_version import column_problems
 from cache_server.shards.packing import ShardBuilder
 from cache_server.shards.put_key import PutKey, put_checksum
 from cache_server.shards.store import NoRoomError, ShardStore
@@ -130,6 +132,8 @@ class Puts:
         Raises:
             PermissionDeniedError: the write is of another namespace.
             RequestError: the write is not open, or the rows are not those of the write.
+            SchemaError: the rows have other columns, or a value does not become the type of its
+                column without a loss.
             LoadError: a value cannot be stored; or, as a `NoRoomError`, the node stayed full.
             NodeUnavailableError: the node stops, or cannot reach its coordinator.
         """
@@ -140,9 +144,16 @@ class Puts:
                 f"write {request.write_id} is of {write.dataset!r}, not of {request.dataset!r}"
             )
         layout = self._schemas.layout(write)
-        if problems := column_problems(schema, layout.logical):
-            raise RequestError(f"the put has other columns than its write: {'; '.join(problems)}")
-        stream = _PutStream(self._while_open(write, messages), write, layout)
+        wanted = layout.logical
+        problems = column_problems(schema, wanted) or _without_bytes(schema)
+        if problems:
+            raise SchemaError(
+                f"the put has other columns than its write: {'; '.join(problems)}. Cast the rows "
+                "before you put them"
+            )
+        has_types = all(schema.field(field.name).type.equals(field.type) for field in wanted)
+        messages = self._while_open(write, messages)
+        stream = _PutStream(messages, write, layout, None if has_types else wanted)
         attempt = request.write_id, request.partition, request.attempt
         _, known = self._complete.get(attempt, (None, None))
         if known is not None:
@@ -244,6 +255,7 @@ class Puts:
                     builder.append(batch)
                 except pa.ArrowInvalid as error:
                     raise LoadError(f"cannot store rows of {write.dataset!r}: {error}") from None
+            require_no_nulls(builder.refused)
             stored = builder.finish()
             if draft is None:
                 mapped = wait.for_room(
@@ -366,18 +378,41 @@ def _first(waits: Sequence[_Wait]) -> _Wait:
 class _PutStream:
     """The rows of a put, shard by shard. Used by one thread.
 
+    Args:
+        wanted: the columns to give to the rows; None: they have them.
+
     Attributes:
         layout: of the stored rows.
         num_rows: that have come.
     """
 
-    def __init__(self, messages: Iterator[PutMessage], write: OpenWrite, layout: Layout) -> None:
-        self._messages = messages
+    def __init__(
+        self,
+        messages: Iterator[PutMessage],
+        write: OpenWrite,
+        layout: Layout,
+        wanted: pa.Schema | None,
+    ) -> None:
+        self._messages = messages if wanted is None else self._fitted(messages, wanted)
         self._write = write
         self.layout = layout
         self._next: tuple[pa.RecordBatch, int] | None = None
         self._has_ended = False
         self.num_rows = 0
+
+    def _fitted(self, messages: Iterator[PutMessage], wanted: pa.Schema) -> Iterator[PutMessage]:
+        """The messages with the wanted columns, and their batches in pieces.
+
+        A value may take more bytes than it came with.
+        """
+        row = 0
+        for batch, metadata in messages:
+            if batch is None or not batch.num_rows:
+                yield PutMessage(batch, metadata)
+                continue
+            for piece in _pieces(batch, self.layout, self._write.target_shard_bytes):
+                yield PutMessage(conform_batch(piece, wanted, first_row=row), metadata)
+                row, metadata = row + piece.num_rows, b""
 
     def count(self) -> None:
         """Counts all rows, and keeps none."""
@@ -456,6 +491,15 @@ def _pieces(batch: pa.RecordBatch, layout: Layout, shard_bytes: int) -> Iterator
     step = max(1, shard_bytes // 16 // row_bytes)
     for start in range(0, batch.num_rows, step):
         yield batch.slice(start, step)
+
+
+def _without_bytes(schema: pa.Schema) -> list[str]:
+    """Columns whose rows take no bytes: a short message could have any number of them."""
+    return [
+        f"column {field.name!r} comes as {field.type}, which a put cannot have"
+        for field in schema
+        if has_null_type(field.type)
+    ]
 
 
 def _parse(message: type[pb.PutEnd] | type[pb.PutShard], data: bytes) -> pb.PutEnd | pb.PutShard:

@@ -276,7 +276,7 @@ def _logical(query: queries.Query, pins: Mapping[str, Pin]) -> pa.Schema:
 
 def _logical_field(field: pa.Field, query: queries.Query, pins: Mapping[str, Pin]) -> pa.Field:
     planned = field.with_type(without_views(field.type))
-    table, column = query.lineage.get(field.name, ("", ""))
+    table, column = query.passed_on.get(field.name, ("", ""))
     if table not in pins or column not in pins[table].schema.names:
         return planned
     source = source_type(pins[table].schema.field(column))

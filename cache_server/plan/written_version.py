@@ -13,9 +13,10 @@ from collections.abc import Mapping, Sequence
 import pyarrow as pa
 
 from cache_protocol.datasets.dataset_spec import DatasetSpec
-from cache_protocol.errors import RequestError
+from cache_protocol.errors import RequestError, SchemaError
 from cache_protocol.storage.layout import with_large_offsets
-from cache_protocol.storage.nested_values import plain_type
+from cache_protocol.storage.lossless import column_problems
+from cache_protocol.storage.type_rules import repeated_names
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.plan.pinned_version import PinnedVersion
 from cache_server.plan.shard_plan import ShardPlan, with_contents
@@ -65,29 +66,25 @@ def stored_schema(
         before: the version that they are appended to.
 
     Raises:
-        RequestError: names every column that cannot be stored, or is another one in ``before``.
+        SchemaError: names every column that cannot be stored, or does not fit that of ``before``.
     """
-    logical = logical_schema(arriving)
     if before is None:
+        if repeated := repeated_names(arriving.names):
+            raise SchemaError(
+                f"several columns are named {', '.join(map(repr, repeated))}: give each another "
+                "name"
+            )
+        try:
+            logical = logical_schema(arriving)
+        except RequestError as error:
+            raise SchemaError(f"the rows cannot be stored: {error}") from None
         return with_large_offsets(logical) if target_shard_bytes > _LARGE_BYTES else logical
     if problems := column_problems(arriving, before.logical):
-        raise RequestError(
-            f"cannot append to {before.spec.name!r}, which has other columns: "
-            f"{'; '.join(problems)}. Cast the rows, or write all rows again without append"
+        raise SchemaError(
+            f"cannot append to {before.spec.name!r}: {'; '.join(problems)}. Cast the "
+            "rows before you write them, or write all rows again without append"
         )
     return before.logical
-
-
-def column_problems(arriving: pa.Schema, logical: pa.Schema) -> list[str]:
-    """How the columns that rows would be stored in differ from those of ``logical``."""
-    if sorted(arriving.names) != sorted(logical.names):
-        return [f"columns {', '.join(arriving.names)} instead of {', '.join(logical.names)}"]
-    return [
-        f"column {field.name!r} as {came}, stored as {field.type}"
-        for field in logical
-        for came in [arriving.field(field.name).type]
-        if not plain_type(came).equals(plain_type(field.type))
-    ]
 
 
 def appended_spec(spec: DatasetSpec, before: DatasetSpec) -> DatasetSpec:

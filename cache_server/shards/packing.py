@@ -67,6 +67,7 @@ class ShardBuilder:
     Attributes:
         layout: of the numbers and plain columns, without null bits.
         nulls: unit -> its nulls, see `flat_columns`.
+        refused: column -> its nulls that are refused.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class ShardBuilder:
         self._plain_bytes = 0
         self.nulls = Counter[str]()
         self._null_bits: list[tuple[int, NullBits, BitMatrix]] = []  # by the first row of a batch
-        self._refused = Counter[str]()
+        self.refused = Counter[str]()
         self._refuse_nulls = refuse_nulls
 
     @property
@@ -134,12 +135,12 @@ class ShardBuilder:
         Raises:
             LoadError: naming each column with nulls that it refuses, and their count.
         """
-        if self._refused:
+        if self.refused:
             computed = expressions()
             raise LoadError(
                 "; ".join(
                     null_problem(name, count, expression=computed.get(name))
-                    for name, count in self._refused.items()
+                    for name, count in self.refused.items()
                 )
             )
         layout = self.layout.with_nulls(self.nulls)
@@ -164,7 +165,7 @@ class ShardBuilder:
         for name, count in counts.items():
             column = self.layout.flat.get(name)
             if count and (self._refuse_nulls or not (column is None or column.nullable)):
-                self._refused[name] += count
+                self.refused[name] += count
 
     def _joined_bits(self, nulls: NullBits) -> BitMatrix:
         joined = np.zeros((self.num_rows, nulls.width), np.uint8)

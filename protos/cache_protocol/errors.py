@@ -8,6 +8,7 @@
         InvalidTicketError        a ticket or a command that cannot be parsed
         InvalidImageError         a column with bytes that are no image; names column and row
         InvalidTextError          a string column with bytes that are no UTF-8; names column and row
+        SchemaError               rows to write do not fit their columns; names column and type
         UnauthenticatedError      no token, or one that the cache does not accept
         PermissionDeniedError     the caller lacks the role, or the dataset is not theirs
       NotReadyError               still loading; has the progress: retried until the deadline
@@ -81,6 +82,15 @@ class InvalidImageError(RequestError):
     """
 
 
+class SchemaError(RequestError):
+    """Rows do not fit the columns that they are written to, or a value has no Arrow type.
+
+    The message names the column, its type and, where there is one, the value with its row.
+    """
+
+    code = pb.ERROR_CODE_SCHEMA
+
+
 class UnauthenticatedError(RequestError):
     """The caller has no credentials, or the cache does not accept them; never quotes them."""
 
@@ -149,6 +159,7 @@ _BY_CODE: dict[int, type[CacheError]] = {
         DatasetNotFoundError,
         InvalidRowsError,
         InvalidTicketError,
+        SchemaError,
         UnauthenticatedError,
         PermissionDeniedError,
         NotReadyError,

@@ -24,6 +24,7 @@ from cache_client import (
     LoadError,
     NodeUnavailableError,
     RequestError,
+    SchemaError,
     UnauthenticatedError,
 )
 from cache_server import LocalCluster
@@ -88,7 +89,7 @@ def test_rows_are_loaded_from_files_and_appends_read_only_their_own(
     assert second.files_read == second.num_shards - first.num_shards  # once for each of its shards
     assert second.replicas == 2
     assert client.read(dataset_name).read_all().equals(numbered_table(ROWS).cast(second.schema))
-    with pytest.raises(RequestError, match="other columns"):
+    with pytest.raises(SchemaError, match="must have a column 'a', 'b', 'label', 'text'"):
         write(numbered_table(1).select(["row"]), append=True)
 
     third = write(numbered_table(10))
@@ -113,17 +114,26 @@ def test_columns_that_parquet_stores_as_others_are_appended(
             "view": pa.array(["a", "b"], pa.string_view()),
         }
     )
+    rows = rows.append_column("n\"'", pa.array([1, 2]))
     client.write(dataset_name, rows, through=tmp_path)
     first = client.read(dataset_name).read_all()
+    direct = client.write(f"{dataset_name[:100]}-direct", rows)
+    assert first.equals(client.read(direct.name).read_all())
+    assert first.schema.equals(direct.schema, check_metadata=True)
 
     client.write(dataset_name, rows.select(rows.column_names[::-1]), through=tmp_path, append=True)
     assert client.read(dataset_name).read_all().equals(pa.concat_tables([first, first]))
-    wider = rows.set_column(3, "list", rows["list"].cast(pa.list_(pa.float64())))
-    with pytest.raises(RequestError, match="other columns"):
-        client.write(dataset_name, wider, through=tmp_path, append=True)
-    never = pa.table({"list": pa.array([pa.MonthDayNano([1, 2, 3])])})  # Parquet has no such type
-    with pytest.raises(LoadError, match="month_day_nano_interval"):
-        client.write(dataset_name, never, through=tmp_path, append=True)
+    for name, values in (
+        ("list", pa.array([[0.1]], pa.list_(pa.float64()))),
+        ("second", pa.array([1500], pa.timestamp("ms"))),
+        ("date", pa.array([pa.MonthDayNano([1, 2, 3])])),
+    ):
+        other = rows.slice(0, 1).drop_columns([name]).append_column(name, values)
+        with pytest.raises(SchemaError, match=f"column {name!r}"):
+            client.write(dataset_name, other, through=tmp_path, append=True)
+    nested = pa.table({"s": pa.array([{"x": times[0]}], pa.struct([("x", pa.timestamp("s"))]))})
+    with pytest.raises(SchemaError, match="Parquet has no seconds"):
+        client.write(dataset_name, nested, through=tmp_path)
 
 
 def test_a_refused_first_append_blocks_no_later_one(

@@ -32,6 +32,7 @@ from cache_client import (
     LoadReport,
     LostPartitionsError,
     RequestError,
+    SchemaError,
 )
 from cache_client.writing import writes
 from cache_server import LocalCluster
@@ -42,6 +43,7 @@ from tests.waiting import wait_until
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "engines.md"
 WAIT_S = 30.0
 ROWS = 1000
+I8 = pa.int8()
 SHARD_BYTES = 8192  # some shards for `ROWS`
 
 
@@ -168,8 +170,8 @@ def test_what_cannot_be_written_is_refused_by_name_and_leaves_nothing(
     refused: list[tuple[object, type[CacheError], str]] = [
         ([1, 2], ConfigError, "list"),
         ({"a": np.arange(2), "b": np.arange(3)}, ConfigError, "one length"),
-        ({"a": np.arange(2).astype(np.complex64)}, ConfigError, "'a'"),
-        (pa.table({"s": [{"x": 1}]}), RequestError, "s: struct"),
+        ({"a": np.arange(2).astype(np.complex64)}, SchemaError, "'a'"),
+        (pa.table({"s": [{"x": 1}]}), SchemaError, "'s' of type struct"),
         (pa.table({"number": rows}), LoadError, "number"),
         ({}, ConfigError, "one length"),
     ]
@@ -231,7 +233,9 @@ def test_rows_of_other_columns_and_of_an_aborted_write_are_refused(
     table = numbered_table(10)
     begun = client.begin_write(dataset_name, table.schema)
 
-    with pytest.raises(RequestError, match='"a" does not exist'):
+    with pytest.raises(
+        RequestError, match="must have a column 'a'; the rows cannot have a column 'half'"
+    ):
         begun.put(0, 0, table.rename_columns(["row", "half", "b", "label", "text"]))
     with pytest.raises(ConfigError, match="partition"):
         begun.put(-1, 0, table)
@@ -245,6 +249,33 @@ def test_rows_of_other_columns_and_of_an_aborted_write_are_refused(
         begun.commit({})
     with pytest.raises(ConfigError, match="replicas"):
         client.begin_write(dataset_name, table.schema, replicas=0)
+
+
+def test_puts_take_the_types_of_their_write_without_a_loss_or_leave_nothing(
+    client: CacheClient, dataset_name: str
+) -> None:
+    schema = pa.schema(
+        {"number": pa.int64(), "half": pa.float32(), "flag": pa.bool_(), "list": pa.list_(I8, 2)}
+    )
+    begun = client.begin_write(dataset_name, schema)
+    row = {"list": [[1, 2]], "flag": [True], "half": [0.5], "number": pa.array([3], pa.uint64())}
+    for name, values, problem in (
+        ("half", [0.1], r"'half': 0\.1 in row 0 cannot become float"),
+        ("half", [1e300], r"'half': 1e\+300 in row 0"),
+        ("flag", [0.3], "'flag' comes as double, which cannot become bool"),
+        ("number", ["7"], "'number' comes as string, which cannot become int64"),
+        ("number", pa.array([2**63], pa.uint64()), "'number': 9223372036854775808 in row 0"),
+        ("list", [[1, 200]], "'list': 200 in row 0"),
+        ("list", [[1]], "'list': .* in row 0"),
+        ("other", [1], "cannot have a column 'other'"),
+    ):
+        with pytest.raises(SchemaError, match=problem):
+            begun.put(0, 0, pa.table({**row, name: values}))
+
+    begun.commit({1: begun.put(1, 0, pa.table(row))})
+    assert client.read(dataset_name).read_all().to_pylist() == [
+        {"number": 3, "half": 0.5, "flag": 1, "list": [1, 2]}
+    ]
 
 
 # -- appends -----------------------------------------------------------------------------------
@@ -297,6 +328,63 @@ def test_appended_rows_follow_the_old_ones_which_keep_their_files_numbers_and_re
     assert grow(0, 0).fingerprint == second.fingerprint
     again = client.write(dataset_name, numbered_table(10))
     assert again.num_rows == 10
+
+
+@pytest.mark.parametrize("place", ["", "files"])
+def test_appended_rows_take_the_types_that_arrived_without_a_loss(
+    client: CacheClient, dataset_name: str, place: str, tmp_path: Path
+) -> None:
+    def append(**columns: Any) -> None:
+        through = tmp_path if place else None
+        client.write(dataset_name, pa.table(columns), through=through, append=True)
+
+    def times(values: list[int], unit: str, zone: str | None = None) -> pa.Array:
+        return pa.array(values, pa.timestamp(unit, zone))
+
+    first = {
+        "text": pa.array(["a"]),
+        "flag": [True],
+        "time": times([1000], "ms", "UTC"),
+        "day": pa.array([1], pa.date32()),
+        "share": pa.array([0.5], pa.float32()),
+        "list": pa.array([[1]], pa.list_(I8)),
+    }
+    append(**first)
+    append(
+        list=pa.array([[2]], pa.large_list(pa.field("element", pa.int64(), nullable=False))),
+        share=pa.array([None], pa.null()),
+        time=times([2_000_000], "us", "Etc/UTC"),
+        day=pa.array([86_400_000 * 2], pa.date64()),
+        text=pa.array(["b"], pa.string_view()),
+        flag=pa.array([False]).dictionary_encode(),
+    )
+    before = client.describe(dataset_name).fingerprint
+    for name, values, problem in (
+        ("text", [1], "'text' comes as int64, which cannot become string"),
+        ("flag", pa.array([7], pa.uint8()), "'flag' comes as uint8, which cannot become bool"),
+        ("time", [5], "'time' comes as int64, which cannot become timestamp"),
+        ("time", times([1], "ms"), "'time' comes as timestamp.ms., which cannot become"),
+        ("time", times([1], "us", "UTC"), "'time': 1970-01-01 00:00:00.000001Z? in row 0"),
+        ("share", [0.1], r"'share': 0\.1 in row 0"),
+        ("list", [[300]], "'list': 300 in row 0"),
+    ):
+        with pytest.raises(SchemaError, match=problem) as refused:
+            append(**{**first, name: values})
+        assert "in the sql" not in str(refused.value)
+    assert client.describe(dataset_name).fingerprint == before
+    rows = client.read(dataset_name).read_all().to_pydict()
+    assert str(rows["share"]) == "[0.5, nan]"
+    assert (rows["text"], rows["flag"], rows["list"]) == (["a", "b"], [1, 0], [[1], [2]])
+    assert (rows["time"], rows["day"]) == ([1000, 2000], [1, 2])
+
+
+def test_rows_that_were_read_from_the_dataset_can_be_appended_to_it(
+    client: CacheClient, dataset_name: str
+) -> None:
+    days = pa.table({"day": pa.array([1, 2], pa.date32()), "share": pa.array([0.5, 1.5])})
+    client.write(dataset_name, days)
+    client.write(dataset_name, client.read(dataset_name), append=True)
+    assert client.read(dataset_name).read_all()["day"].to_pylist() == [1, 2, 1, 2]
 
 
 def test_appends_at_the_same_time_all_land_and_none_twice(

@@ -8,8 +8,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Sequence
 
-import pyarrow as pa
-
 from cache_protocol.errors import LoadError
 from cache_protocol.storage.layout import Layout
 from cache_protocol.v1 import cache_pb2 as pb
@@ -121,15 +119,15 @@ def forecast(
 
 
 def _nulls(planned: OpenPlan) -> dict[str, int]:
-    """Result column of floats -> the nulls of its source column, where statistics tell."""
+    """Result column of numbers -> the nulls of its source column, where statistics tell."""
     table = planned.version.tables[0].name
     count = planned.pins[table].nulls
     if count is None or not planned.query.only_drops_rows:
         return {}
     sources = {
-        field.name: planned.query.lineage[field.name][1]
-        for field in planned.version.logical
-        if pa.types.is_floating(field.type) and field.name in planned.query.lineage
+        name: planned.query.lineage[name][1]
+        for name, column in Layout(planned.version.logical).flat.items()
+        if column.kind == "number" and name in planned.query.lineage
     }
     counts = count(set(sources.values()))
     return {name: counts[source] for name, source in sources.items() if counts.get(source)}

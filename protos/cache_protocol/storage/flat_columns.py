@@ -223,7 +223,7 @@ def _flat(column: pa.Field, name: str) -> FlatColumn | FlatStruct:
         return FlatColumn(name, "number", dtype, stored, (), nullable)
     shape: tuple[int, ...]
     shape, value_type = list_shape(stored)
-    if shape and is_number(value_type) and math.prod(shape):
+    if shape and is_number(value_type) and 0 not in shape:
         return FlatColumn(name, "numbers", dtype, value_type, shape, nullable)
     return FlatColumn(name, "arrow", dtype, stored, (), nullable)
 

@@ -8,14 +8,14 @@ column of lists of n numbers has one bit for the list, and n bits if a number in
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from cache_protocol.storage.flat_columns import Bits, FlatTree, nodes
 
-BitMatrix: TypeAlias = npt.NDArray[np.uint8]
+BitMatrix: TypeAlias = npt.NDArray[Any]  # of uint8
 _ROWS_A_TIME = 16_384  # of unpacked bits
 _ALIGNMENT = 16
 

@@ -42,6 +42,7 @@ class _ErrorCodeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enum
     ERROR_CODE_NODE_UNAVAILABLE: _ErrorCode.ValueType  # 9
     ERROR_CODE_UNAUTHENTICATED: _ErrorCode.ValueType  # 10
     ERROR_CODE_PERMISSION_DENIED: _ErrorCode.ValueType  # 11
+    ERROR_CODE_SCHEMA: _ErrorCode.ValueType  # 12
 
 class ErrorCode(_ErrorCode, metaclass=_ErrorCodeEnumTypeWrapper):
     """---------------------------------------------------------------------------------------------
@@ -64,6 +65,7 @@ ERROR_CODE_LOAD: ErrorCode.ValueType  # 8
 ERROR_CODE_NODE_UNAVAILABLE: ErrorCode.ValueType  # 9
 ERROR_CODE_UNAUTHENTICATED: ErrorCode.ValueType  # 10
 ERROR_CODE_PERMISSION_DENIED: ErrorCode.ValueType  # 11
+ERROR_CODE_SCHEMA: ErrorCode.ValueType  # 12
 Global___ErrorCode: typing_extensions.TypeAlias = ErrorCode
 
 class _DatasetState:
@@ -135,7 +137,7 @@ class DatasetSpec(google.protobuf.message.Message):
     replicas: builtins.int
     target_shard_bytes: builtins.int
     nulls: builtins.str
-    """of columns of floats: "nan" or "refuse"; empty: nan"""
+    """"keep" or "refuse"; empty: keep"""
     @property
     def tables(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TableSpec]: ...
     @property
@@ -460,7 +462,7 @@ class DatasetInfo(google.protobuf.message.Message):
 
     @property
     def nulls(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
-        """column of floats -> nulls that became NaN, so far"""
+        """unit of null bits -> its nulls, so far"""
 
     @property
     def notes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
@@ -1611,7 +1613,7 @@ class LoadPlan(google.protobuf.message.Message):
     joined: builtins.bool
     """the query also reads other tables or subqueries"""
     refuse_nulls: builtins.bool
-    """also in columns of floats"""
+    """of every column"""
     @property
     def tables(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___PinnedTable]:
         """if not whole, the first is read split by split"""

@@ -18,6 +18,7 @@ from cache_protocol.errors import (
     LoadError,
     NodeUnavailableError,
     RequestError,
+    SchemaError,
 )
 from cache_protocol.storage.memory_budget import loading_bytes
 from cache_protocol.v1 import cache_pb2 as pb
@@ -190,12 +191,31 @@ def test_a_repeated_attempt_keeps_its_rows_and_must_have_as_many(harness: Harnes
 
 def test_rows_of_other_columns_or_types_are_refused(harness: Harness) -> None:
     for schema, text in (
-        (pa.schema([("line", pa.int64())]), "line instead of row"),
-        (pa.schema([("row", pa.float32())]), "'row' as float, stored as int64"),
-        (pa.schema([("row", pa.struct([("x", pa.int8())]))]), "as struct"),
+        (pa.schema([("line", pa.int64())]), "must have a column 'row'; .* have a column 'line'"),
+        (pa.schema([("row", pa.float32())]), "'row' comes as float, which cannot become int64"),
+        (pa.schema([("row", pa.struct([("x", pa.int8())]))]), "'row' comes as struct"),
+        (pa.schema([("row", pa.null())]), "'row' comes as null, which a put cannot have"),
+        (pa.schema([("row", pa.dictionary(pa.int8(), pa.null()))]), "which a put cannot have"),
     ):
-        with pytest.raises(RequestError, match=text):
+        with pytest.raises(SchemaError, match=text):
             harness.put(end(0), schema=schema)
+    assert harness.beats == 0
+
+
+def test_rows_of_other_types_are_stored_exactly_or_refused_by_their_row(harness: Harness) -> None:
+    unsigned = pa.schema([("row", pa.uint64())])
+
+    def put(*values: int, announced: int = 0) -> pb.PutResult:
+        batch = pa.record_batch([pa.array(values, pa.uint64())], schema=unsigned)
+        shard = pb.PutShard(num_rows=announced).SerializeToString()
+        message = iter([PutMessage(batch, shard)])
+        return harness.put(chained(message, end(len(values))), schema=unsigned)
+
+    with pytest.raises(SchemaError, match="9223372036854775808 in row 24 cannot become int64"):
+        put(*range(24), 2**63)
+    assert harness.store.versions() == {}
+    put(*range(25), announced=25)
+    assert harness.shards() == [[*range(25)]]
 
 
 def test_a_put_ends_with_its_write_and_with_its_node(harness: Harness) -> None:

@@ -68,5 +68,6 @@ def test_only_errors_that_are_never_retried_are_request_errors() -> None:
         *("RequestError", "DatasetNotFoundError", "InvalidRowsError", "InvalidTicketError"),
         "InvalidImageError",
         "InvalidTextError",
+        "SchemaError",
         *("UnauthenticatedError", "PermissionDeniedError"),
     }

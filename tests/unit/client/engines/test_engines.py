@@ -11,7 +11,7 @@ import pytest
 from cache_client import NodeUnavailableError
 from cache_client.control import client as control_client
 from cache_client.engines import tasks
-from cache_client.writing import arrow_sources, writes
+from cache_client.writing import writes
 from cache_protocol.wire.credentials import NO_CREDENTIALS
 
 SCHEMA = pa.schema({"row": pa.int64()})
@@ -46,7 +46,9 @@ def test_a_task_puts_batches_of_other_types_and_nothing_without_rows(
     write = FakeWrite()
     empty = pa.record_batch({"other": pa.array([], pa.string())})
     assert put(write, 3, [empty]) is None
-    ack = put(write, 3, [empty, *batches([0, 1], [2.0])])
+    ack = put(
+        write, 3, [empty, *batches([0, 1]), pa.record_batch({"row": pa.array([2], pa.int8())})]
+    )
     assert ack is not None and ack.partition == 3
     assert [rows for _, _, rows in write.__dict__["puts"]] == [[0, 1, 2]]
 
@@ -97,7 +99,7 @@ def test_spark_has_a_type_for_all_stored_columns() -> None:
         "image": pa.array([[[1, 2]], [[3, 4]]], pa.list_(pa.list_(pa.float32(), 2), 1)),
     }
     batch = pa.record_batch(columns)
-    read = arrow_sources.plain_batch(
+    read = spark_source.read_as(
         batch, spark_source.arrow_schema(spark_source.spark_schema(batch.schema))
     )
     assert read.to_pylist() == batch.to_pylist()

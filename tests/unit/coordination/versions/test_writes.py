@@ -315,9 +315,9 @@ def test_an_append_is_refused_by_name_where_its_rows_would_not_stay_or_not_fit(
     commit(coordinator, write, 0)
     assert coordinator.get(NAME).state == pb.DATASET_STATE_LOADING
     late = begin(coordinator, append=True)
-    with pytest.raises(RequestError, match=r"columns x instead of row.*write all rows again"):
+    with pytest.raises(RequestError, match=r"have a column 'row'; .*write all rows again"):
         begin(coordinator, append=True, schema=pa.schema([("x", pa.int64())]))
-    with pytest.raises(RequestError, match="'row' as float, stored as int64"):
+    with pytest.raises(RequestError, match="'row' comes as float, which cannot become int64"):
         begin(coordinator, append=True, schema=pa.schema([("row", pa.float32())]))
     other = begin(coordinator, schema=pa.schema([("x", pa.int64())]))
     nodes[0].put(late, 0)
