@@ -316,6 +316,28 @@ def test_balanced_classes_find_what_is_rare(
     assert as_they_are + 50 < balanced
 
 
+@pytest.mark.parametrize(
+    ("script", "packages", "words"),
+    [
+        ("missing_values.py", (), r"address: 800 of 4000 are missing\nepoch 0: loss"),
+        ("chat_messages.py", (), r"epoch 2: loss [01]\."),
+        ("hub_images.py", ("PIL",), r"4 batches: \(50, 1, 28, 28\) torch\.uint8"),
+    ],
+)
+def test_tables_are_read_as_they_are(
+    script: str,
+    packages: tuple[str, ...],
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for package in packages:
+        pytest.importorskip(package)
+    monkeypatch.setattr(sys, "argv", [script])
+    runpy.run_path(str(EXAMPLES / script), run_name="__main__")
+    assert re.search(words, capsys.readouterr().out)
+
+
 def test_the_table_of_the_examples_names_every_file() -> None:
     page = (EXAMPLES / "README.md").read_text(encoding="utf-8")
     files = {file.name for file in EXAMPLES.iterdir() if file.suffix in (".ipynb", ".py", ".yaml")}
