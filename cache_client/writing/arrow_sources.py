@@ -36,7 +36,8 @@ _BY_FEATURES = (
     "dataset.cast(features)"
 )
 # What the storage of these does not say, so it would not come back.
-_MEANT = ("arrow.bool8", "arrow.opaque", "pandas.interval", "pandas.period")
+_MEANT = ("pandas.interval", "pandas.period")
+_OF_ARROW = "arrow."  # extension types that every node knows
 _DUCKDB_LOSES = {
     "bignum": "its digits",
     "bit": "its bits",
@@ -66,7 +67,7 @@ class ArrowSource:
 
 
 def arrow_source(data: Any) -> ArrowSource:
-    """The rows of an object, in plain columns: of dictionaries and extension types, the values.
+    """The rows of an object; of extension types that Arrow does not define, the values.
 
     Raises:
         ConfigError: it is no table; names what is taken.
@@ -74,7 +75,7 @@ def arrow_source(data: Any) -> ArrowSource:
             raise it, too, with the row of the value.
     """
     found = exported(data)
-    schema = pa.schema([field.with_type(_plain_type(field.type)) for field in found.schema])
+    schema = pa.schema([field.with_type(_known_type(field.type)) for field in found.schema])
     return replace(
         found,
         schema=schema,
@@ -290,28 +291,29 @@ def _arrow_tables(dataset: Any) -> Iterator[pa.Table]:
         ) from None
 
 
-def _plain_type(dtype: pa.DataType) -> pa.DataType:
-    """The type of the values of dictionaries, and of the storage of extension types."""
+def _known_type(dtype: pa.DataType) -> pa.DataType:
+    """The type with the storage of extension types that Arrow does not define."""
     kinds = pa.types
     if isinstance(dtype, pa.BaseExtensionType):
-        return dtype if dtype.extension_name in _MEANT else _plain_type(dtype.storage_type)
+        is_kept = dtype.extension_name in _MEANT or dtype.extension_name.startswith(_OF_ARROW)
+        return dtype if is_kept else _known_type(dtype.storage_type)
     if kinds.is_dictionary(dtype):
-        return _plain_type(dtype.value_type)
+        return pa.dictionary(dtype.index_type, _known_type(dtype.value_type), dtype.ordered)
     if kinds.is_fixed_size_list(dtype):
-        return pa.list_(_plain_field(dtype.value_field), dtype.list_size)
+        return pa.list_(_known_field(dtype.value_field), dtype.list_size)
     if kinds.is_list(dtype):
-        return pa.list_(_plain_field(dtype.value_field))
+        return pa.list_(_known_field(dtype.value_field))
     if kinds.is_large_list(dtype):
-        return pa.large_list(_plain_field(dtype.value_field))
+        return pa.large_list(_known_field(dtype.value_field))
     if kinds.is_struct(dtype):
-        return pa.struct([_plain_field(field) for field in dtype])
+        return pa.struct([_known_field(field) for field in dtype])
     if kinds.is_map(dtype):
-        return pa.map_(_plain_field(dtype.key_field), _plain_field(dtype.item_field))
+        return pa.map_(_known_field(dtype.key_field), _known_field(dtype.item_field))
     return dtype
 
 
-def _plain_field(field: pa.Field) -> pa.Field:
-    return field.with_type(_plain_type(field.type))
+def _known_field(field: pa.Field) -> pa.Field:
+    return field.with_type(_known_type(field.type))
 
 
 def slices(

@@ -35,7 +35,7 @@ def arrow(path: Path, table: pa.Table) -> None:
 
 def fits_parquet(column: pa.Array) -> bool:
     """Whether Arrow writes and reads a column as Parquet; it ends the process for empty lists."""
-    if "[0]" in str(column.type):
+    if "[0]" in str(column.type) or "-3)" in str(column.type):  # and for some negative scales
         return False
     try:
         sink = pa.BufferOutputStream()
@@ -44,6 +44,12 @@ def fits_parquet(column: pa.Array) -> bool:
     except (pa.ArrowException, NotImplementedError):
         return False
     return True
+
+
+def fits_write(column: pa.Array) -> bool:
+    """Whether its rows take bytes, which a put must have."""
+    text = str(column.type)
+    return fits_arrow(column) and not any(name in text for name in ("null", "[0]", "<>"))
 
 
 def fits_arrow(column: pa.Array) -> bool:
@@ -76,7 +82,7 @@ def values_of(table: pa.Table) -> pa.Table:
 def check(found: pa.Table, wanted: pa.Table) -> None:
     types = [with_wide_codes(dtype) for dtype in wanted.schema.types]
     assert found.schema.names == wanted.schema.names
-    assert list(map(str, found.schema.types)) == list(map(str, types))
+    assert found.schema.types == types
     assert values_of(found).equals(values_of(wanted))
 
 
@@ -106,7 +112,7 @@ def cluster() -> Iterator[LocalCluster]:
 @pytest.fixture(scope="module")
 def written(cluster: LocalCluster) -> pa.Table:
     """A table that was written, and appended to."""
-    table = table_of(1, 3, fits_arrow)
+    table = table_of(1, 3, fits_write)
     client = CacheClient(cluster.endpoint)
     client.write("t", table.slice(0, 4))
     client.write("t", table.slice(4), append=True)

@@ -119,7 +119,7 @@ def test_columns_that_parquet_stores_as_others_are_appended(
     first = client.read(dataset_name).read_all()
     direct = client.write(f"{dataset_name[:100]}-direct", rows)
     assert first.equals(client.read(direct.name).read_all())
-    assert first.schema.equals(direct.schema, check_metadata=True)
+    assert first.schema.equals(direct.schema)
 
     client.write(dataset_name, rows.select(rows.column_names[::-1]), through=tmp_path, append=True)
     assert client.read(dataset_name).read_all().equals(pa.concat_tables([first, first]))
@@ -190,8 +190,9 @@ def test_a_write_that_fails_leaves_no_file_and_the_version_before(
         reader = pa.RecordBatchReader.from_batches(numbered_table(1).schema, failing())
         with pytest.raises(OSError, match="the source broke"):
             write(reader, append=append)
-    with pytest.raises(CacheError, match="struct"):
-        write(pa.table({"s": [{"x": 1}]}))
+    union = pa.UnionArray.from_sparse(pa.array([0], pa.int8()), [pa.array([1])])
+    with pytest.raises(CacheError, match="union"):
+        write(pa.table({"s": union}))
     with pytest.raises(ConfigError, match="gs://bucket"):
         client.write(dataset_name, numbered_table(1), through="gs://bucket")
     with pytest.raises(ConfigError, match="give both"):

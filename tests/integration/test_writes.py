@@ -106,7 +106,7 @@ def test_arrays_and_tensors_become_columns_with_their_shapes(
 
     info = client.write(dataset_name, rows)
 
-    assert info.schema.field("even").type == pa.uint8()
+    assert info.schema.field("even").type == pa.bool_()
     dataset = CacheIterableDataset(
         dataset_name, cache=cluster.endpoint, batch_size=ROWS, rank=0, world_size=1
     )
@@ -136,7 +136,7 @@ def test_written_rows_are_stored_as_loaded_ones(
     written = client.write(dataset_name, table)
     loaded = client.load(DatasetSpec(f"{dataset_name[:100]}-loaded", tmp_path / "table.parquet"))
 
-    assert written.schema.equals(loaded.schema, check_metadata=True)
+    assert written.schema.equals(loaded.schema)
     assert written.nulls == loaded.nulls == {"half": 1}
     assert str(client.head(dataset_name).to_pydict()) == str(client.head(loaded.name).to_pydict())
     client.drop(loaded.name)
@@ -166,13 +166,12 @@ def test_the_same_rows_are_the_same_version_and_others_are_a_new_one(
 def test_what_cannot_be_written_is_refused_by_name_and_leaves_nothing(
     client: CacheClient, dataset_name: str
 ) -> None:
-    rows = pa.array([1, None], pa.int64())
+    union = pa.UnionArray.from_sparse(pa.array([0], pa.int8()), [pa.array([1])])
     refused: list[tuple[object, type[CacheError], str]] = [
         ([1, 2], ConfigError, "list"),
         ({"a": np.arange(2), "b": np.arange(3)}, ConfigError, "one length"),
         ({"a": np.arange(2).astype(np.complex64)}, SchemaError, "'a'"),
-        (pa.table({"s": [{"x": 1}]}), SchemaError, "'s' of type struct"),
-        (pa.table({"number": rows}), LoadError, "number"),
+        (pa.table({"s": union}), SchemaError, "'s': a column of sparse_union"),
         ({}, ConfigError, "one length"),
     ]
     for data, kind, text in refused:
@@ -373,9 +372,8 @@ def test_appended_rows_take_the_types_that_arrived_without_a_loss(
         assert "in the sql" not in str(refused.value)
     assert client.describe(dataset_name).fingerprint == before
     rows = client.read(dataset_name).read_all().to_pydict()
-    assert str(rows["share"]) == "[0.5, nan]"
-    assert (rows["text"], rows["flag"], rows["list"]) == (["a", "b"], [1, 0], [[1], [2]])
-    assert (rows["time"], rows["day"]) == ([1000, 2000], [1, 2])
+    assert rows["share"] == [0.5, None]
+    assert (rows["text"], rows["flag"], rows["list"]) == (["a", "b"], [True, False], [[1], [2]])
 
 
 def test_rows_that_were_read_from_the_dataset_can_be_appended_to_it(
@@ -384,7 +382,7 @@ def test_rows_that_were_read_from_the_dataset_can_be_appended_to_it(
     days = pa.table({"day": pa.array([1, 2], pa.date32()), "share": pa.array([0.5, 1.5])})
     client.write(dataset_name, days)
     client.write(dataset_name, client.read(dataset_name), append=True)
-    assert client.read(dataset_name).read_all()["day"].to_pylist() == [1, 2, 1, 2]
+    assert client.read(dataset_name).read_all().equals(pa.concat_tables([days, days]))
 
 
 def test_appends_at_the_same_time_all_land_and_none_twice(

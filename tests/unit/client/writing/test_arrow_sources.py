@@ -34,7 +34,7 @@ def test_groups_of_rows_of_one_size_do_not_depend_on_the_batches(
     assert joined == list(range(sum(sizes)))
 
 
-def test_a_table_is_read_in_place_and_dictionaries_become_their_values() -> None:
+def test_a_table_is_read_in_place_and_dictionaries_stay() -> None:
     table = pa.table({"x": [1, 2], "kind": pa.array(["a", "b"]).dictionary_encode()})
 
     plain = arrow_sources.arrow_source(table.select(["x"]))
@@ -43,8 +43,8 @@ def test_a_table_is_read_in_place_and_dictionaries_become_their_values() -> None
     (batch,) = plain.batches
     assert plain.is_resident and plain.num_rows == 2
     assert batch["x"].buffers()[1].address == table["x"].chunk(0).buffers()[1].address
-    assert decoded.schema.field("kind").type == pa.string()
-    assert next(decoded.batches)["kind"].to_pylist() == ["a", "b"]
+    assert decoded.schema.equals(table.schema)
+    assert next(decoded.batches).equals(table.to_batches()[0])
 
 
 @pytest.mark.parametrize("data", [None, 3, "table", b"x", [1], object()])

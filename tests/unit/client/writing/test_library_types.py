@@ -13,6 +13,7 @@ import pytest
 
 from cache_client.writing.arrow_sources import arrow_source
 from cache_protocol.errors import ConfigError, SchemaError
+from cache_protocol.storage.nested_values import plain_type, without_codes
 
 pd: Any = pytest.importorskip("pandas")
 pl: Any = pytest.importorskip("polars")
@@ -29,8 +30,10 @@ def column(data: Any) -> pa.ChunkedArray:
 
 
 def check(data: Any, dtype: pa.DataType, values: list[Any]) -> None:
+    """Checks a column whose values are of a type, maybe in a dictionary."""
     found = column(data)
-    assert (found.type, found.to_pylist()) == (dtype, values)
+    (plain,) = without_codes(pa.schema([("a", found.type)])).types
+    assert (plain, found.to_pylist()) == (plain_type(dtype) if plain != dtype else dtype, values)
 
 
 def ids(value: Any) -> str:
