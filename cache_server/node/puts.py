@@ -494,7 +494,7 @@ def _pieces(batch: pa.RecordBatch, layout: Layout, shard_bytes: int) -> Iterator
 
 
 def _expanding(schema: pa.Schema) -> list[str]:
-    """Columns of which a short message could have any number of values."""
+    """Columns with types that a short message could have any number of values of."""
     return [
         f"column {field.name!r} comes as {field.type}, which a put cannot have"
         for field in schema

@@ -93,7 +93,7 @@ def _require_storable(arriving: pa.Schema) -> None:
         )
     if repeated := repeated_names(arriving.names):
         raise SchemaError(
-            f"several columns are named {', '.join(map(repr, repeated))}: give each another name"
+            f"columns cannot share a name: {', '.join(map(repr, repeated))}: give each another one"
         )
 
 

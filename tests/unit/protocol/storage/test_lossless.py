@@ -548,7 +548,7 @@ def test_the_examples_of_the_page_hold(
                     conform("x", array, kinds[1])
 
 
-def test_types_of_which_a_few_bytes_hold_any_number_of_values_are_known() -> None:
+def test_types_whose_values_may_take_no_bytes_are_known() -> None:
     for dtype in (*FLAT, *NESTED):
         assert may_expand(dtype) == (
             "null" in str(dtype).replace("not null", "") or "list_view" in str(dtype)
