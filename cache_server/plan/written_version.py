@@ -81,6 +81,8 @@ def stored_schema(
 
 
 def _require_storable(arriving: pa.Schema) -> None:
+    if not arriving.names:
+        raise SchemaError("the rows have no columns: write at least one")
     problems = [
         f"column {field.name!r} of type {field.type}"
         for field in arriving
