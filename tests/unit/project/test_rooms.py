@@ -84,6 +84,7 @@ PURE_MODULES = (
     "cache_server/tables/postgres/quoting.py",
     "cache_server/tables/postgres/ranges.py",
     "protos/cache_protocol/storage/layout.py",
+    "protos/cache_protocol/storage/arrived_types.py",
     "protos/cache_protocol/storage/exact_values.py",
     "protos/cache_protocol/storage/lossless.py",
     "protos/cache_protocol/storage/type_rules.py",
