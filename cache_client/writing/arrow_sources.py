@@ -109,7 +109,7 @@ def exported(data: Any) -> ArrowSource:
         raise ConfigError(f"data must be {KINDS}, got a {type(data).__name__}")
     if repeated := repeated_names(found.schema.names):
         raise SchemaError(
-            f"several columns are named {', '.join(map(repr, repeated))}: give each another name"
+            f"columns cannot share a name: {', '.join(map(repr, repeated))}: give each another one"
         )
     return found
 
@@ -196,7 +196,7 @@ def _of_pandas(frame: Any) -> ArrowSource:
         )
     if repeated := repeated_names(list(frame.columns)):
         raise SchemaError(
-            f"several columns are named {repeated[0]!r}: give each another name in frame.columns"
+            f"columns cannot share a name: {repeated[0]!r}: give each another one in frame.columns"
         )
     schema = pa.schema([_pandas_field(name, frame[name]) for name in frame.columns])
     batches = (

@@ -29,7 +29,7 @@ from cache_protocol.errors import (
 )
 from cache_protocol.storage.layout import Layout
 from cache_protocol.storage.lossless import column_problems, conform_batch, require_no_nulls
-from cache_protocol.storage.type_rules import has_null_type
+from cache_protocol.storage.type_rules import may_expand
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.auth.principals import ANYONE, Principal
 from cache_server.node.desired import OpenWrite
@@ -145,7 +145,7 @@ class Puts:
             )
         layout = self._schemas.layout(write)
         wanted = layout.logical
-        problems = column_problems(schema, wanted) or _without_bytes(schema)
+        problems = column_problems(schema, wanted) or _expanding(schema)
         if problems:
             raise SchemaError(
                 f"the put has other columns than its write: {'; '.join(problems)}. Cast the rows "
@@ -493,12 +493,12 @@ def _pieces(batch: pa.RecordBatch, layout: Layout, shard_bytes: int) -> Iterator
         yield batch.slice(start, step)
 
 
-def _without_bytes(schema: pa.Schema) -> list[str]:
-    """Columns whose rows take no bytes: a short message could have any number of them."""
+def _expanding(schema: pa.Schema) -> list[str]:
+    """Columns with types that a short message could have any number of values of."""
     return [
         f"column {field.name!r} comes as {field.type}, which a put cannot have"
         for field in schema
-        if has_null_type(field.type)
+        if may_expand(field.type)
     ]
 
 

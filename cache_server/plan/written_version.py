@@ -69,10 +69,12 @@ def stored_schema(
         SchemaError: names every column that cannot be stored, or does not fit that of ``before``.
     """
     if before is None:
+        if not arriving.names:
+            raise SchemaError("the rows have no columns: write at least one")
         if repeated := repeated_names(arriving.names):
             raise SchemaError(
-                f"several columns are named {', '.join(map(repr, repeated))}: give each another "
-                "name"
+                f"columns cannot share a name: {', '.join(map(repr, repeated))}: give each another "
+                "one"
             )
         try:
             logical = logical_schema(arriving)

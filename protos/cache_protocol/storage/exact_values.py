@@ -432,18 +432,19 @@ def _take(values: pa.Array, places: pa.Array | Numbers | slice) -> pa.Array:
     """Values by their places; of a null place, or -1: null."""
     if isinstance(places, slice):
         return values.slice(places.start, places.stop - places.start)
+    chosen: Any = places
     if isinstance(places, np.ndarray):
-        places = pa.array(places, mask=places < 0)
+        chosen = pa.array(places, mask=places < 0)
     if values.type in _WITHOUT_VIEWS:  # pyarrow has no take() of views
-        taken = pc.cast(values, _WITHOUT_VIEWS[values.type]).take(places)
+        taken = pc.cast(values, _WITHOUT_VIEWS[values.type]).take(chosen)
         return pc.cast(taken, values.type)
     if pa.types.is_nested(values.type):  # take() of pyarrow 26 counts the offset of a slice of
         values = pa.concat_arrays([values, values.slice(0, 0)])  # nested lists twice
     try:
-        return values.take(places)
+        return values.take(chosen)
     except pa.ArrowNotImplementedError:
         rows = [
             values.slice(p, 1) if p is not None else pa.nulls(1, values.type)
-            for p in places.to_pylist()
+            for p in chosen.to_pylist()
         ]
         return pa.concat_arrays(rows) if rows else values.slice(0, 0)

@@ -209,14 +209,16 @@ def is_extension(dtype: pa.DataType) -> bool:
     return isinstance(dtype, pa.BaseExtensionType)
 
 
-def has_null_type(dtype: pa.DataType) -> bool:
-    """Whether a type has the null type in it, whose values take no bytes."""
-    if pa.types.is_dictionary(dtype):
-        return has_null_type(dtype.value_type)
+def may_expand(dtype: pa.DataType) -> bool:
+    """Whether a few bytes may hold any number of values: nulls without a type, views of lists."""
+    kinds = pa.types
+    if kinds.is_null(dtype) or kinds.is_list_view(dtype) or kinds.is_large_list_view(dtype):
+        return True
+    if kinds.is_dictionary(dtype):
+        return may_expand(dtype.value_type)
     if is_extension(dtype):
-        return has_null_type(dtype.storage_type)
-    children = [dtype.field(place).type for place in range(dtype.num_fields)]
-    return bool(pa.types.is_null(dtype)) or any(map(has_null_type, children))
+        return may_expand(dtype.storage_type)
+    return any(may_expand(dtype.field(place).type) for place in range(dtype.num_fields))
 
 
 def repeated_names(names: Sequence[str]) -> list[str]:

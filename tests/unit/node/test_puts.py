@@ -196,6 +196,7 @@ def test_rows_of_other_columns_or_types_are_refused(harness: Harness) -> None:
         (pa.schema([("row", pa.struct([("x", pa.int8())]))]), "'row' comes as struct"),
         (pa.schema([("row", pa.null())]), "'row' comes as null, which a put cannot have"),
         (pa.schema([("row", pa.dictionary(pa.int8(), pa.null()))]), "which a put cannot have"),
+        (pa.schema([("row", pa.list_(pa.list_view(pa.int8())))]), "'row' comes as list"),
     ):
         with pytest.raises(SchemaError, match=text):
             harness.put(end(0), schema=schema)
