@@ -197,46 +197,52 @@ class _Columns:
         self._bare.register_record_batches("source", [self._rows.to_batches()])
 
     def compare_values(self, values: Sequence[str]) -> None:
-        """Compares columns computed from one row; one by one where DataFusion refuses one."""
+        """Compares columns computed from one row; one by one where one of them is refused."""
         columns = [f"{value} AS c{number}" for number, value in enumerate(values)]
         sql = f"SELECT {', '.join(columns)} FROM source"
-        try:
-            expected = self._expected(sql)
-        except Exception as error:  # DataFusion raises bare Exception
-            if len(values) > 1:
-                for value in values:
-                    self.compare_values([value])
-            else:
-                self._outcome.refuse("DataFusion", str(error))
+        expected = self._expected(sql)
+        if isinstance(expected, str):
+            who, reason = "DataFusion", expected
+        else:
+            who, reason = "ours", self._compare(sql, expected, len(values))
+        if reason and len(values) > 1:
+            for value in values:
+                self.compare_values([value])
             return
-        self._compare(sql, expected, len(values))
+        if reason:
+            self._outcome.refuse(who, reason)
+        if isinstance(expected, str):
+            return
         for value, column in zip(values, expected.columns, strict=True):
             self._compare_expression(value, column)
 
     def compare_query(self, sql: str) -> None:
         """Compares the columns of a query."""
-        try:
-            expected = self._expected(sql)
-        except Exception as error:  # DataFusion raises bare Exception
-            self._outcome.refuse("DataFusion", str(error))
-            return
-        self._compare(sql, expected, 1)
+        expected = self._expected(sql)
+        if isinstance(expected, str):
+            self._outcome.refuse("DataFusion", expected)
+        elif reason := self._compare(sql, expected, 1):
+            self._outcome.refuse("ours", reason)
 
-    def _expected(self, sql: str) -> pa.Table:
-        batches = [batch.to_pyarrow() for batch in self._bare.sql(sql).execute_stream()]
+    def _expected(self, sql: str) -> pa.Table | str:
+        """The result of the bare session, or why it has none."""
+        try:
+            batches = [batch.to_pyarrow() for batch in self._bare.sql(sql).execute_stream()]
+        except Exception as error:  # DataFusion raises bare Exception
+            return str(error)
         return pa.Table.from_batches(batches)
 
-    def _compare(self, sql: str, expected: pa.Table, num_columns: int) -> None:
+    def _compare(self, sql: str, expected: pa.Table, num_columns: int) -> str:
+        """Compares a query; gives the reason if it is refused."""
         try:
             query = check_query(sql, {"source": self._rows.schema}, allow_unordered=True)
             batches = list(self._read(sql, query))
         except (LoadError, RequestError) as error:
-            self._outcome.refuse("ours", str(error).removeprefix(f"sql {sql!r}: "))
-            return
+            return str(error).removeprefix(f"sql {sql!r}: ")
         for batch in batches:
             if problem := other_types(batch.schema, query.schema):
                 self._outcome.disagree(f"{sql}\n  {problem}")
-                return
+                return ""
         values = pa.Table.from_batches(batches)
         for name, column in zip(expected.column_names, expected.columns, strict=True):
             planned = query.schema.field(name).type
@@ -245,8 +251,9 @@ class _Columns:
                     f"{sql}\n  {name} {planned} {_shown(values[name])}\n"
                     f"  DataFusion {column.type} {_shown(column)}"
                 )
-                return
+                return ""
         self._outcome.counts["agree"] += num_columns
+        return ""
 
     def _compare_expression(self, expression: str, column: pa.ChunkedArray) -> None:
         """The same of an expression over rows in memory, such as weights."""
@@ -255,7 +262,10 @@ class _Columns:
             read = self._rows.select(query.schema.names).combine_chunks().to_batches()
             values = pa.chunked_array(run_row_query(query, read), query.result.field(0).type)
         except (LoadError, RequestError) as error:
-            self._outcome.refuse("weights", str(error).rpartition("': ")[2])
+            if "was planned with" in str(error):
+                self._outcome.disagree(str(error))
+            else:
+                self._outcome.refuse("weights", str(error).rpartition("': ")[2])
             return
         # Results have no views.
         if not is_alike(values.type, column.type) or _shown(values) != _shown(column):

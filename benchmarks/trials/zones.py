@@ -1,8 +1,8 @@
 """Generated conditions on times of zones whose clocks jump, for `differential`.
 
 A load must keep the rows that Python's zoneinfo keeps. DuckDB is a second opinion, for expressions
-that it computes in the zone, too. The rows are next to jumps since 1970: of earlier ones, the time
-zone databases differ.
+that it computes in the zone, too; its time zone database may be an older one. The rows are next to
+jumps since 1970: of earlier ones, the databases differ.
 """
 
 from __future__ import annotations
@@ -182,7 +182,6 @@ class _Table:
                 f"SELECT row FROM source WHERE {template.format(x=kind.theirs, **literals)} "
                 "ORDER BY row"
             )
-            if (theirs := [row for (row,) in found.fetchall()]) != expected:
-                outcome.disagree(
-                    f"{self._name} {condition}\n  DuckDB {theirs}\n  Python {expected}"
-                )
+            if [row for (row,) in found.fetchall()] != expected:
+                outcome.counts["DuckDB differs"] += 1
+                outcome.errors[f"DuckDB differs: {self._name} {condition}"] += 1

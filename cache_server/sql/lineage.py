@@ -1,7 +1,7 @@
 """Lineage: result columns -> the table columns they come from. Pure.
 
 - *Passed on*: a column that the query only renames, also through subqueries, joins and GROUP BY.
-  Its values and its type are those of the table, whatever DataFusion makes of the type.
+  Its values and its type are those of the table.
 - *Of a known size*: a column is also as large as that of a table if the query casts it to a type of
   the same kind, or takes a field of a struct.
 
@@ -47,8 +47,8 @@ def passed_on(
 ) -> dict[str, SourceColumn]:
     """Result column -> the table column that the query passes on as it is.
 
-    A join may add nulls to it. A field of a struct is computed, and so is a column that is cast to
-    the type that it has.
+    A join may add nulls to it. A field of a struct is computed. A cast to the same type computes a
+    column, too.
 
     Args:
         plan: the logical plan as written: the optimiser removes casts to the same type.

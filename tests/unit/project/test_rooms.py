@@ -181,7 +181,10 @@ BARRIERS = (
         "datafusion",
         tuple(
             f"cache_server/sql/{name}.py"
-            for name in ("bounded", "exactness", "loader", "local_tables", "queries", "session")
+            for name in (
+                *("bounded", "exactness", "loader", "local_tables", "planned_types", "queries"),
+                "session",
+            )
         ),
     ),
     Barrier("cache_client", "datafusion"),
