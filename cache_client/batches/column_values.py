@@ -134,11 +134,11 @@ def values_getter(column: FlatColumn, batch_format: BatchFormat) -> Callable[[pa
     """What gives the values of an Arrow column.
 
     Returns:
-        A function. Strings as ``str``, binaries as ``bytes``, lists of numbers as 1-d arrays or
-        tensors, fixed-size lists of decimals as one array or tensor, others as of ``to_pylist``.
-        Nulls are None. A list of numbers with a null is a Python list. In a DataLoader worker, a
-        column of lists of numbers is a `ListColumn`. It raises InvalidTextError, naming the column,
-        and the row in the batch, whose bytes are no UTF-8.
+        A function that gives strings as ``str``, binaries as ``bytes``, lists of numbers as 1-d
+        arrays or tensors, fixed-size lists of decimals as one array or tensor, other values as
+        ``to_pylist`` has them. Nulls are None. A list of numbers with a null is a Python list. In a
+        DataLoader worker, a column of lists of numbers is a `ListColumn`. It raises
+        InvalidTextError, naming the column, and the row in the batch, whose bytes are no UTF-8.
     """
     dtype, as_torch = plain_type(column.dtype), batch_format == "torch"
     shape, inner = list_shape(dtype)
