@@ -13,7 +13,9 @@ this is the only module of this package that reads the environment. It opens no 
 
 from __future__ import annotations
 
+import hashlib
 import math
+import multiprocessing
 import os
 import re
 import socket
@@ -37,6 +39,14 @@ _TRAIN_JOB_NAME = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")  # RFC 1035, as
 
 _JOB_NAME = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
 _UNNAMED = "unnamed"
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+_MOST_OF_ATTEMPT = 256
+# What a launcher counts or numbers at each start: restarts of torchrun, of a JobSet and of a job of
+# Slurm, and the steps of the latter, which are programs of their own.
+_ATTEMPT_VARIABLES = (
+    *("TORCHELASTIC_RESTART_COUNT", "JOBSET_RESTART_ATTEMPT"),
+    *("SLURM_RESTART_COUNT", "SLURM_STEP_ID"),
+)
 
 # SLURM_MAX_NORMAL_STEP_ID of slurm.h. Above it are batch scripts and the shells of salloc.
 _LAST_STEP_OF_SRUN = 0xFFFFFFF0
@@ -263,8 +273,60 @@ def find_job(job: str | None = None, environ: Mapping[str, str] | None = None) -
                 )
             return value, True
     host, port = values.get("MASTER_ADDR"), values.get("MASTER_PORT")
+    if host in _LOOPBACK:  # of this machine: ranks of a job on another one do not meet here
+        host = socket.gethostname()
     meets = f"{host}:{port}" if host and port else _own_name()
     return (meets if _JOB_NAME.fullmatch(meets) else _UNNAMED), False
+
+
+@dataclass(frozen=True)
+class TrainingProcess:
+    """The process that trains, and what its launcher says of it; workers have that of their parent.
+
+    Attributes:
+        name: random.
+        rank, num_processes: as the launcher or a library numbers processes, which may differ from
+            the ranks that divide the rows; 0 of 0: unknown.
+        attempt: differs from one start by the launcher to the next; empty: unknown.
+    """
+
+    name: str
+    host: str
+    pid: int
+    rank: int
+    num_processes: int
+    attempt: str
+
+
+def find_process(
+    *, in_worker: bool = False, environ: Mapping[str, str] | None = None
+) -> TrainingProcess:
+    """The training process that this one is, or works for.
+
+    Args:
+        in_worker: this is a DataLoader worker.
+        environ: default: the environment of this process.
+    """
+    values = os.environ if environ is None else environ
+    parent = multiprocessing.parent_process() if in_worker else None
+    pid = os.getpid() if parent is None else parent.pid or 0
+    # Random in each program, and the same in all processes that it starts.
+    key = bytes(multiprocessing.current_process().authkey)
+    try:
+        found = find_initialised_rank()
+        rank = find_rank_in(values) if found is None else found.rank
+    except ConfigError:  # rank and world size are arguments
+        rank = None
+    counts = {name: values.get(name) for name in _ATTEMPT_VARIABLES}
+    attempt = " ".join(f"{name}={value}" for name, value in counts.items() if value)
+    return TrainingProcess(
+        hashlib.sha256(key + str(pid).encode()).hexdigest()[:16],
+        socket.gethostname(),
+        pid,
+        0 if rank is None else rank.rank,
+        0 if rank is None else rank.world_size,
+        attempt[:_MOST_OF_ATTEMPT],
+    )
 
 
 def is_of_one_process(job: str) -> bool:

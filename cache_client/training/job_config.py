@@ -79,6 +79,7 @@ class JobConfig:
         rank_is_given: by an argument, rather than found.
         copy: whether single columns get their own memory.
         job_is_named: by a person, rather than by the process.
+        view_text, view_digest: of the whole view, also where a DataLoader worker has a part of it.
         others: as the arguments of `CacheIterableDataset`.
     """
 
@@ -105,6 +106,8 @@ class JobConfig:
     job_is_named: bool
     audit: AuditMode
     skip_steps: Mapping[int, Iterable[int]] | None
+    view_text: str
+    view_digest: str
 
     @property
     def rows_per_step(self) -> int:
@@ -238,6 +241,8 @@ def checked_config(
         job_is_named=found_job[1],
         audit=audit,
         skip_steps=skip_steps,
+        view_text=asked.text,
+        view_digest=asked.digest,
     )
 
 

@@ -11,10 +11,12 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from cache_protocol.v1 import cache_pb2 as pb
+from cache_server.jobs.agreement import Claim
+from cache_server.jobs.disagreements import Disagreements
 from cache_server.jobs.history import HISTORY_S, Ring
 from cache_server.jobs.ranks import NodeWindow, Ranks, RankWindow
 from cache_server.jobs.reports import audit_key
-from cache_server.jobs.verdict import Verdict, judge
+from cache_server.jobs.verdict import RankEnd, Verdict, judge, judge_end
 
 MOST_RANKS: Final = 64  # in a description
 _MOST_NODES: Final = 64
@@ -33,6 +35,8 @@ class Reader:
     Attributes:
         number: unique in its job.
         sums: since its run began.
+        claim: by which terms it reads; None: it does not tell.
+        end: how the pass of its last report ended.
         is_replaced: a later run of its rank has begun, and it was silent since.
         due_at: when its job looks at it again.
     """
@@ -42,6 +46,8 @@ class Reader:
     run: str
     waits: Ring = field(default_factory=lambda: Ring(1, _READER_SAMPLES))
     sums: RankWindow | None = None
+    claim: Claim | None = None
+    end: pb.PassEnd.ValueType = pb.PASS_END_UNSPECIFIED
     last_at: float = 0.0
     expires_at: float = 0.0
     epoch: int = 0
@@ -59,7 +65,11 @@ class Reader:
         ):
             self._before_mark = None if self._mark is None else self._mark[1]
             self._mark = self.last_at, self.sums
-        self.sums, self.last_at = _sums(report), now
+        if self.claim is None:
+            self.claim = Claim.of(report, now)
+        else:
+            self.claim.note(report, now)
+        self.sums, self.last_at, self.end = _sums(report), now, report.end
         self.expires_at = now + min(report.expires_s, _MAX_EXPIRY_S)
         self.epoch, self.step, self.num_steps = report.epoch, report.step, report.num_steps
         window = self.sums.since(self._base(now))
@@ -105,6 +115,7 @@ class Job:
         self._history = Ring(3, _JOB_SAMPLES)
         self._verdict, self._verdict_at = judge(self._live), now
         self._fingerprint, self._world_size = "", 0
+        self._disagreements = Disagreements()
 
     def apply(self, report: pb.ReaderReport, now: float) -> list[tuple[int, str]]:
         """Takes a report; returns the readers that were forgotten, by rank and run."""
@@ -123,6 +134,10 @@ class Job:
             self._look_at(reader, reader.expires_at)
         self._live.put(reader.number, window, epoch=reader.epoch, step=reader.step)
         self._end_silent(now)
+        if reader.claim is not None:
+            self._disagreements.note(reader.claim, now)
+            if self._disagreements.is_due(now):
+                self._compare(now)
         if self._history.is_due(now):
             live = self._live
             self._history.add(now, live.rows_per_s, live.mean_wait_share, live.most_wait_share)
@@ -191,9 +206,21 @@ class Job:
         if not runs:
             del self._runs[reader.rank]
 
+    def _compare(self, now: float) -> None:
+        """Looks whether the ranks that report read by the same terms."""
+        live = (each for each in self.readers.values() if each.number in self._live)
+        self._disagreements.compare([each.claim for each in live if each.claim is not None], now)
+
+    def disagreement(self, run: str) -> pb.Disagreement | None:
+        """What a run is told; None: it contradicts nobody, and nobody else does."""
+        return self._disagreements.told(run)
+
     def _judge(self, now: float) -> Verdict:
         """The verdict now; remembers since when it holds."""
-        verdict = judge(self._live)
+        if self._disagreements.text:
+            self._compare(now)  # a rank may have ended since
+        text = self._disagreements.text
+        verdict = Verdict("ranks disagree", f"ranks disagree: {text}") if text else judge(self._live)
         if verdict.key != self._verdict.key:
             self._verdict_at = now
         self._verdict = verdict
@@ -214,9 +241,13 @@ class Job:
             rows_per_s=self._live.rows_per_s,
             wait_share=self._live.most_wait_share,
             local_share=self._live.local_share,
-            verdict=self._judge(now).text if is_live else f"stopped {now - self.last_at:.0f} s ago",
+            verdict=self._judge(now).text if is_live else "",
             verdict_s=now - (self._verdict_at if is_live else self.last_at),
+            ranks_disagree=is_live and bool(self._disagreements.text),
         )
+        if not is_live:
+            end = judge_end(self._rank_ends())
+            info.verdict, info.end = f"{end.text}, {now - self.last_at:.0f} s ago", end.end
         if len(shown):
             behind = self._by_number[shown.behind()]
             info.epoch, info.step, info.num_steps = behind.epoch, behind.step, behind.num_steps
@@ -228,6 +259,14 @@ class Job:
         for at, rate, mean, most in self._history.since(now - HISTORY_S):
             info.history.add(age_s=now - at, rows_per_s=rate, wait_share=mean, most_wait_share=most)
         return info
+
+    def _rank_ends(self) -> Iterator[RankEnd]:
+        """What each rank said last."""
+        for rank, runs in self._runs.items():
+            last = next(reversed(runs.values()))
+            # A reader of an earlier release says no goodbye.
+            end = pb.PASS_END_STOPPED if last.claim is None else last.end
+            yield RankEnd(rank, end, last.epoch, last.step, last.num_steps)
 
     def put_audit(self, report: pb.ReaderReport, now: float) -> None:
         """Keeps the audit record of a report, in place of the one of the same pass."""

@@ -8,9 +8,11 @@ for it.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.jobs.ranks import Ranks, RankWindow
 
 _STALLED: Final = 0.1  # share of its time that a rank waits for data, in an input bound job
@@ -20,7 +22,7 @@ _HOT: Final = 1.3  # times the fair share of a node; hashed shards give up to 1.
 _MOST: Final = 0.65  # of the waits for nodes
 
 
-Kind = Literal["unknown", "compute bound", "input bound", "slow rank"]
+Kind = Literal["unknown", "compute bound", "input bound", "slow rank", "ranks disagree"]
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,53 @@ class Verdict:
     def key(self) -> tuple[object, ...]:
         """Equal for verdicts that differ only in numbers."""
         return self.kind, self.rank, self.node
+
+
+@dataclass(frozen=True)
+class RankEnd:
+    """What a rank that is silent said last.
+
+    Attributes:
+        end: how its pass ended; unspecified: it did not say.
+        step, num_steps: of the pass; 0 of them: their number is not known.
+    """
+
+    rank: int
+    end: pb.PassEnd.ValueType
+    epoch: int
+    step: int
+    num_steps: int
+
+    @property
+    def place(self) -> str:
+        """Where it was, for people."""
+        of = f" of {self.num_steps:,}" if self.num_steps else ""
+        return f"step {self.step:,}{of} of epoch {self.epoch}"
+
+
+@dataclass(frozen=True)
+class JobEnd:
+    """How a job ended, of which no rank reports."""
+
+    end: pb.PassEnd.ValueType
+    text: str
+
+
+def judge_end(ranks: Iterable[RankEnd]) -> JobEnd:
+    """How a job ended; the rank with the worst end decides."""
+    by_end: dict[int, RankEnd] = {}
+    for each in ranks:
+        by_end.setdefault(each.end, each)
+    if (silent := by_end.get(pb.PASS_END_UNSPECIFIED)) is not None:
+        text = f"crashed or hangs: rank {silent.rank} was last heard of at {silent.place}"
+        return JobEnd(pb.PASS_END_UNSPECIFIED, text)
+    if (failed := by_end.get(pb.PASS_END_FAILED)) is not None:
+        text = f"failed: rank {failed.rank} raised an error at {failed.place}"
+        return JobEnd(pb.PASS_END_FAILED, text)
+    if (stopped := by_end.get(pb.PASS_END_STOPPED)) is not None:
+        return JobEnd(pb.PASS_END_STOPPED, f"stopped at {stopped.place}")
+    last = max((each.epoch for each in by_end.values()), default=0)
+    return JobEnd(pb.PASS_END_FINISHED, f"finished epoch {last}")
 
 
 def judge(ranks: Ranks) -> Verdict:

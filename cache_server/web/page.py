@@ -109,7 +109,7 @@ def _of_jobs(cache: CacheStatus, name: str) -> list[str]:
         [
             _Html(f'<a href="?job={quote(job.name)}">{escape(job.name)}</a>'),
             job.dataset,
-            job.world_size,
+            f"{job.num_ranks:,} of {job.world_size:,}",
             job.epoch,
             f"{job.step:,} of {job.num_steps:,}" if job.num_steps else f"{job.step:,}",
             f"{job.rows_per_s:,.0f}",
