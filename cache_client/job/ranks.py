@@ -246,8 +246,8 @@ def find_rank_in(environ: Mapping[str, str]) -> Rank | None:
     return rank
 
 
-def find_job(job: str | None = None, environ: Mapping[str, str] | None = None) -> tuple[str, bool]:
-    """The name of the job that this process belongs to, and whether a person gave it.
+def find_job(job: str | None = None, environ: Mapping[str, str] | None = None) -> str:
+    """The name of the job that this process belongs to.
 
     The argument, ``CACHE_JOB``, ``TRAIN_JOB_NAME``, torchrun's run id or Slurm's job number; else
     the address where ranks meet; else this machine and process.
@@ -271,12 +271,12 @@ def find_job(job: str | None = None, environ: Mapping[str, str] | None = None) -
                     f"{name} must have 1 to 128 letters, digits and the characters ._:/- , "
                     f"got {value!r}"
                 )
-            return value, True
+            return value
     host, port = values.get("MASTER_ADDR"), values.get("MASTER_PORT")
     if host in _LOOPBACK:  # of this machine: ranks of a job on another one do not meet here
         host = socket.gethostname()
     meets = f"{host}:{port}" if host and port else _own_name()
-    return (meets if _JOB_NAME.fullmatch(meets) else _UNNAMED), False
+    return meets if _JOB_NAME.fullmatch(meets) else _UNNAMED
 
 
 @dataclass(frozen=True)

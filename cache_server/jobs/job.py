@@ -21,9 +21,10 @@ from cache_server.jobs.verdict import RankEnd, Verdict, judge, judge_end
 MOST_RANKS: Final = 64  # in a description
 _MOST_NODES: Final = 64
 _NODES_OF_READER: Final = 16
-_MAX_RUNS: Final = 8  # of a rank, at once
+_MAX_RUNS: Final = 1024  # of a rank, at once: so many processes may be started without a rank
 _MAX_EXPIRY_S: Final = 600.0
 _HALF_WINDOW_S: Final = 15.0
+_FIRST_S: Final = 1.0  # of a run; before, workers have made more batches than the loop has taken
 _FEW: Final = 64
 _JOB_SAMPLES, _READER_SAMPLES = 240, 120
 
@@ -60,9 +61,8 @@ class Reader:
 
     def apply(self, report: pb.ReaderReport, now: float) -> RankWindow:
         """Takes a report; returns what the reader did lately."""
-        if self.sums is not None and (
-            self._mark is None or self.last_at - self._mark[0] >= _HALF_WINDOW_S
-        ):
+        is_due = self._mark is None or self.last_at - self._mark[0] >= _HALF_WINDOW_S
+        if self.sums is not None and self.sums.elapsed_s >= _FIRST_S and is_due:
             self._before_mark = None if self._mark is None else self._mark[1]
             self._mark = self.last_at, self.sums
         if self.claim is None:
@@ -220,7 +220,9 @@ class Job:
         if self._disagreements.text:
             self._compare(now)  # a rank may have ended since
         text = self._disagreements.text
-        verdict = Verdict("ranks disagree", f"ranks disagree: {text}") if text else judge(self._live)
+        verdict = (
+            Verdict("ranks disagree", f"ranks disagree: {text}") if text else judge(self._live)
+        )
         if verdict.key != self._verdict.key:
             self._verdict_at = now
         self._verdict = verdict
