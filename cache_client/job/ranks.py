@@ -41,12 +41,8 @@ _JOB_NAME = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
 _UNNAMED = "unnamed"
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _MOST_OF_ATTEMPT = 256
-# What a launcher counts or numbers at each start: restarts of torchrun, of a JobSet and of a job of
-# Slurm, and the steps of the latter, which are programs of their own.
-_ATTEMPT_VARIABLES = (
-    *("TORCHELASTIC_RESTART_COUNT", "JOBSET_RESTART_ATTEMPT"),
-    *("SLURM_RESTART_COUNT", "SLURM_STEP_ID"),
-)
+# What a launcher counts or numbers at each start. Steps of Slurm are independent programs.
+_ATTEMPT_VARIABLES = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT", "SLURM_STEP_ID")
 
 # SLURM_MAX_NORMAL_STEP_ID of slurm.h. Above it are batch scripts and the shells of salloc.
 _LAST_STEP_OF_SRUN = 0xFFFFFFF0
