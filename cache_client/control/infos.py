@@ -242,7 +242,7 @@ def job_info(info: pb.JobInfo) -> JobInfo:
         name: tuple(_record(part, message) for message in getattr(info, name))
         for name, part in _PARTS.items()
     }
-    return _record(JobInfo, info, **parts, end=_ENDS[info.end])
+    return _record(JobInfo, info, **parts, end=_ENDS.get(info.end, ""))
 
 
 def _record(kind: type[_R], message: Any, **parts: Any) -> _R:

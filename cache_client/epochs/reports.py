@@ -2,7 +2,7 @@
 
 A report has sums since the run began, so a lost one loses nothing. A cache that does not know the
 action gets no further ones. The answer to a report tells whether the ranks of the job disagree. So
-the first reports of a run come in short intervals, whatever its loop does.
+the first reports of a run come in short intervals, also where a step takes long.
 """
 
 from __future__ import annotations

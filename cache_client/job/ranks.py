@@ -295,29 +295,35 @@ class TrainingProcess:
 
 
 def find_process(
-    *, in_worker: bool = False, environ: Mapping[str, str] | None = None
+    job: str, *, in_worker: bool = False, environ: Mapping[str, str] | None = None
 ) -> TrainingProcess:
     """The training process that this one is, or works for.
 
     Args:
+        job: its name. Processes that a batch script of Slurm starts without ranks are independent
+            runs, if their name is only that of the script.
         in_worker: this is a DataLoader worker.
         environ: default: the environment of this process.
     """
     values = os.environ if environ is None else environ
     parent = multiprocessing.parent_process() if in_worker else None
     pid = os.getpid() if parent is None else parent.pid or 0
+    host = socket.gethostname()
     # Random in each program, and the same in all processes that it starts.
     key = bytes(multiprocessing.current_process().authkey)
+    name = hashlib.sha256(key + f"{host}:{pid}".encode()).hexdigest()[:16]
     try:
         found = find_initialised_rank()
         rank = find_rank_in(values) if found is None else found.rank
     except ConfigError:  # rank and world size are arguments
         rank = None
-    counts = {name: values.get(name) for name in _ATTEMPT_VARIABLES}
-    attempt = " ".join(f"{name}={value}" for name, value in counts.items() if value)
+    counts = {variable: values.get(variable) for variable in _ATTEMPT_VARIABLES}
+    attempt = " ".join(f"{variable}={value}" for variable, value in counts.items() if value)
+    if rank is None and job == f"slurm-{values.get('SLURM_JOB_ID')}":
+        attempt = name
     return TrainingProcess(
-        hashlib.sha256(key + str(pid).encode()).hexdigest()[:16],
-        socket.gethostname(),
+        name,
+        host,
         pid,
         0 if rank is None else rank.rank,
         0 if rank is None else rank.world_size,

@@ -163,22 +163,23 @@ class Opened:
             identity,
             tuple(locations),
             config.access.credentials,
-            standing=_standing(config, _short(skipped), find_process(in_worker=in_worker)),
+            standing=_standing(
+                config, _short(skipped), find_process(config.job, in_worker=in_worker)
+            ),
             is_shared=is_shared,
         )
         return Observer(identity, tuple(node.id for node in nodes), counts, reporter)
 
 
 def _say_how_to_name_a_job(world_size: int) -> None:
-    """Says once in a process that nobody sees whether the ranks agree."""
+    """Says once in a process that disagreements of its ranks are not seen."""
     global _said
     if not _said:
         _said = True
         logger.log(
             logging.WARNING if world_size > 1 else logging.INFO,
             "the cache cannot see which processes are ranks of one job, so it cannot tell whether "
-            "they agree: pass the same job= in each, or set CACHE_JOB (rank of %d)",
-            world_size,
+            "they agree: pass the same job= in each, or set CACHE_JOB",
         )
 
 
@@ -193,19 +194,24 @@ def _standing(config: JobConfig, skipped: str, process: TrainingProcess) -> pb.R
         "skip_steps": skipped,
     }
     return pb.ReaderReport(
-        view=config.view_text,
+        view=_printable(config.view_text),
         view_digest=config.view_digest,
         seed=_short(str(shuffle.seed)),
         batch_size=config.batch_size,
         order=", ".join(f"{name}={value}" for name, value in order.items()),
         follows=config.version == "each-epoch",
-        host=process.host,
+        host=_printable(process.host),
         pid=process.pid,
         process=process.name,
         process_rank=process.rank,
         num_processes=process.num_processes,
-        attempt=process.attempt,
+        attempt=_printable(process.attempt),
     )
+
+
+def _printable(text: str) -> str:
+    """A text with other characters escaped: nodes refuse them."""
+    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
 
 
 def _short(text: str) -> str:

@@ -4,7 +4,7 @@ Ranks that differ in seed, world size, batch size, version or view, and two proc
 rank, train on wrong rows and look healthy. Two claims contradict each other only if
 
 - both processes were alive at once, by their own clocks: a report that was late proves nothing, so
-  the processes of a restart contradict nobody;
+  a restart is no contradiction;
 - their launcher says nothing else: another attempt is another start of the job, and processes that
   it numbers apart may read the same rows, as those of a tensor parallel group do;
 - neither process ever read by the terms of the other one: a job may read a dataset several times,
@@ -15,12 +15,10 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Final
-
-from cache_protocol.v1 import cache_pb2 as pb
 
 _MARGIN_S: Final = 0.5  # that two processes were alive at once; clocks are known to about a report
 _MOST_TERMS: Final = 8  # that are compared with each other
@@ -28,7 +26,6 @@ _MOST_COMPARED: Final = 64  # claims of two terms
 _MOST_OF_VALUE: Final = 60  # characters in a message
 _MOST_OF_HOST: Final = 50
 _CONTEXT: Final = 20  # characters before the first difference of long values
-_OVER: Final = (pb.PASS_END_STOPPED, pb.PASS_END_FAILED)
 
 
 @dataclass(frozen=True)
@@ -49,19 +46,10 @@ class Terms:
     view_digest: str
     view: str = field(default="", compare=False)
 
-    @classmethod
-    def of(cls, report: pb.ReaderReport) -> Terms:
-        """Those of a report."""
-        version = "" if report.follows else report.fingerprint.partition("-")[0]
-        return cls(
-            report.world_size, report.seed, report.batch_size, version, report.order,
-            report.view_digest, report.view,
-        )  # fmt: skip
-
 
 @dataclass(eq=False)
 class Claim:
-    """One run of a rank, and when it was alive.
+    """One run of a rank, and when it was alive. It needs `note` for its first report, too.
 
     Times are those of the coordinator. A report comes later than it was made, so the least delay
     that was seen tells the reader's clock.
@@ -81,30 +69,25 @@ class Claim:
     process_rank: int = 0
     num_processes: int = 0
     attempt: str = ""
-    is_over: bool = False
-    _clock: float = math.inf  # of the coordinator, when the reader's was 0
-    _first_sent: float = 0.0
-    _last_sent: float = 0.0
+    is_over: bool = field(default=False, init=False)
+    _clock: float = field(default=math.inf, init=False)  # the coordinator's, at 0 of the reader's
+    _first_sent: float = field(default=0.0, init=False)
+    _last_sent: float = field(default=0.0, init=False)
 
-    @classmethod
-    def of(cls, report: pb.ReaderReport, now: float) -> Claim | None:
-        """That of a first report; None: the reader is of a release that does not tell."""
-        if not report.process:
-            return None
-        claim = cls(
-            report.run, report.rank, Terms.of(report), report.process, report.host, report.pid,
-            report.process_rank, report.num_processes, report.attempt,
-            _first_sent=report.sent_s, _last_sent=report.sent_s,
-        )  # fmt: skip
-        claim.note(report, now)
-        return claim
+    def note(self, sent_s: float, now: float, *, is_over: bool = False) -> None:
+        """Takes a report of the run.
 
-    def note(self, report: pb.ReaderReport, now: float) -> None:
-        """Takes a further report of the same run."""
-        self._clock = min(self._clock, now - report.sent_s)
-        self.is_over = report.end in _OVER
-        if not self.is_over:  # a goodbye may come long after the loop has stopped
-            self._last_sent = max(self._last_sent, report.sent_s)
+        Args:
+            sent_s: when it was made, by the clock of the reader.
+            now: when it came, by that of the coordinator.
+            is_over: it is a goodbye.
+        """
+        if math.isinf(self._clock):
+            self._first_sent = self._last_sent = sent_s
+        self._clock = min(self._clock, now - sent_s)
+        self.is_over = is_over
+        if not is_over:  # a goodbye may come long after the loop has stopped
+            self._last_sent = max(self._last_sent, sent_s)
 
     @property
     def begun_at(self) -> float:
@@ -142,7 +125,7 @@ class Disagreement:
 
 
 def find_disagreements(
-    claims: Iterable[Claim], had: Mapping[str, Set[Terms]] | None = None
+    claims: Iterable[Claim], had: Mapping[str, Collection[Terms]] | None = None
 ) -> list[Disagreement]:
     """The late runs that contradict an earlier one, one entry each; empty if the ranks agree.
 
@@ -156,7 +139,7 @@ def find_disagreements(
         if not claim.is_over:
             attempts[claim.attempt].append(claim)
             own[claim.process].add(claim.terms)
-    known = own if had is None else had
+    known: Mapping[str, Collection[Terms]] = own if had is None else had
     found: dict[str, Disagreement] = {}
     for of_attempt in attempts.values():
         for each in (*_other_terms(of_attempt, known), *_twins(of_attempt)):
@@ -164,8 +147,10 @@ def find_disagreements(
     return list(found.values())
 
 
-def _other_terms(claims: Sequence[Claim], had: Mapping[str, Set[Terms]]) -> Iterator[Disagreement]:
-    """Runs with different terms, neither of which the other process ever had."""
+def _other_terms(
+    claims: Sequence[Claim], had: Mapping[str, Collection[Terms]]
+) -> Iterator[Disagreement]:
+    """Runs with different terms that the other process never had."""
     by_terms: defaultdict[Terms, list[Claim]] = defaultdict(list)
     for claim in claims:
         by_terms[claim.terms].append(claim)

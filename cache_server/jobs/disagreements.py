@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Sequence, Set
+from typing import Final, NamedTuple
 
-from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.jobs.agreement import Claim, Disagreement, Terms, find_disagreements
 
 # A rank that was there before reports again within this time, or three times its interval.
 _SETTLED_S: Final = 60.0
 _RANKS_PER_S: Final = 50.0  # that report, of a large job
 _COMPARED_PER_S: Final = 2000.0  # claims, so that a large job is compared seldom
-_MOST_PROCESSES: Final = 20_000  # whose former terms are known
+_MOST_TERMS: Final = 64  # of a process, that are known
 _WHAT_TO_DO: Final = (
     "Give all ranks of a job the same settings, and each its own rank; give independent runs "
     "another job name (job= or CACHE_JOB)"
 )
+
+
+class Told(NamedTuple):
+    """What the reader of a run must know.
+
+    Attributes:
+        is_late: the run contradicts an earlier one, so it must stop.
+    """
+
+    is_late: bool
+    text: str
 
 
 class Disagreements:
@@ -28,7 +38,7 @@ class Disagreements:
 
     def __init__(self) -> None:
         self._found: dict[str, Disagreement] = {}  # by late run
-        self._had: dict[str, set[Terms]] = {}  # of each process; the newest is last
+        self._had: dict[str, dict[Terms, None]] = {}  # of each process; the newest is last
         self._runs: set[str] = set()
         self._num_begun = self._num_begun_when_found = 0
         self._due_at = 0.0
@@ -47,12 +57,21 @@ class Disagreements:
             return
         self._runs.add(claim.run)
         self._num_begun += 1
-        had = self._had.pop(claim.process, set())
-        had.add(claim.terms)
-        self._had[claim.process] = had
-        if len(self._had) > _MOST_PROCESSES:
-            del self._had[next(iter(self._had))]
+        had = self._had.setdefault(claim.process, {})
+        had.pop(claim.terms, None)
+        had[claim.terms] = None
+        if len(had) > _MOST_TERMS:
+            del had[next(iter(had))]
         self._settled_at = now + max(_SETTLED_S, 3 * claim.terms.world_size / _RANKS_PER_S)
+
+    @property
+    def num_processes(self) -> int:
+        """Those whose terms are known, also of runs that have ended."""
+        return len(self._had)
+
+    def keep(self, processes: Set[str]) -> None:
+        """Forgets all other processes."""
+        self._had = {name: had for name, had in self._had.items() if name in processes}
 
     def is_due(self, now: float) -> bool:
         """Whether it is time to compare: a run is new, or one is contradicted."""
@@ -81,10 +100,9 @@ class Disagreements:
             self._num_begun_when_found = self._num_begun
         self._found = kept
 
-    def told(self, run: str) -> pb.Disagreement | None:
-        """What a run is told; None: nothing."""
+    def told(self, run: str) -> Told | None:
+        """What the reader of a run must know; None: the ranks agree."""
         if not self._found:
             return None
         own = self._found.get(run)
-        text = self.text if own is None else f"{own.text}. {_WHAT_TO_DO}"
-        return pb.Disagreement(run=run, is_late=own is not None, text=text)
+        return Told(False, self.text) if own is None else Told(True, f"{own.text}. {_WHAT_TO_DO}")

@@ -12,7 +12,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.jobs.ranks import Ranks, RankWindow
 
 _STALLED: Final = 0.1  # share of its time that a rank waits for data, in an input bound job
@@ -46,17 +45,20 @@ class Verdict:
         return self.kind, self.rank, self.node
 
 
+End = Literal["silent", "failed", "stopped", "finished"]
+"""How a pass ended; the worst first. ``silent``: its rank said no goodbye."""
+
+
 @dataclass(frozen=True)
 class RankEnd:
     """What a rank that is silent said last.
 
     Attributes:
-        end: how its pass ended; unspecified: it did not say.
         step, num_steps: of the pass; 0 of them: their number is not known.
     """
 
     rank: int
-    end: pb.PassEnd.ValueType
+    end: End
     epoch: int
     step: int
     num_steps: int
@@ -70,27 +72,27 @@ class RankEnd:
 
 @dataclass(frozen=True)
 class JobEnd:
-    """How a job ended, of which no rank reports."""
+    """How a job ended."""
 
-    end: pb.PassEnd.ValueType
+    end: End
     text: str
 
 
 def judge_end(ranks: Iterable[RankEnd]) -> JobEnd:
     """How a job ended; the rank with the worst end decides."""
-    by_end: dict[int, RankEnd] = {}
+    by_end: dict[End, RankEnd] = {}
     for each in ranks:
         by_end.setdefault(each.end, each)
-    if (silent := by_end.get(pb.PASS_END_UNSPECIFIED)) is not None:
+    if (silent := by_end.get("silent")) is not None:
         text = f"crashed or hangs: rank {silent.rank} was last heard of at {silent.place}"
-        return JobEnd(pb.PASS_END_UNSPECIFIED, text)
-    if (failed := by_end.get(pb.PASS_END_FAILED)) is not None:
+        return JobEnd("silent", text)
+    if (failed := by_end.get("failed")) is not None:
         text = f"failed: rank {failed.rank} raised an error at {failed.place}"
-        return JobEnd(pb.PASS_END_FAILED, text)
-    if (stopped := by_end.get(pb.PASS_END_STOPPED)) is not None:
-        return JobEnd(pb.PASS_END_STOPPED, f"stopped at {stopped.place}")
+        return JobEnd("failed", text)
+    if (stopped := by_end.get("stopped")) is not None:
+        return JobEnd("stopped", f"stopped at {stopped.place}")
     last = max((each.epoch for each in by_end.values()), default=0)
-    return JobEnd(pb.PASS_END_FINISHED, f"finished epoch {last}")
+    return JobEnd("finished", f"finished epoch {last}")
 
 
 def judge(ranks: Ranks) -> Verdict:

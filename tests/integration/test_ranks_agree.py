@@ -61,8 +61,8 @@ def as_processes(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Lets the next datasets pass for those of another process."""
     name = "first"
 
-    def find(*, in_worker: bool) -> Any:
-        return replace(find_process(in_worker=in_worker), name=name, host=f"host-{name}")
+    def find(job: str, *, in_worker: bool) -> Any:
+        return replace(find_process(job, in_worker=in_worker), name=name, host=f"host-{name}")
 
     def take(other: str) -> None:
         nonlocal name

@@ -97,7 +97,7 @@ def test_two_options_are_refused_where_one_excludes_the_other() -> None:
 def test_none_and_a_default_stand_for_an_option_that_is_left_out() -> None:
     plain = options.View()
     assert options.View(**dict.fromkeys(GOOD)) == plain
-    assert (repr(plain), plain.short, plain.given()) == ("View()", "", {})
+    assert (repr(plain), plain.text, plain.given()) == ("View()", "", {})
     assert options.View(replacement=True, bucket_rows=1024) == plain
 
 
@@ -106,7 +106,7 @@ def test_row_ids_are_compared_by_their_numbers_and_printed_in_short() -> None:
     assert view == options.View(subset=np.arange(1_000_000, dtype=np.int32))
     assert view != options.View(subset=np.arange(1_000_000)[::-1])
     assert repr(view) == "View(subset=[0, 1, 2, 3, 4, 5, ...])"
-    assert len(options.View(where="a > 1 AND " * 500 + "b").short) < 510
+    assert len(options.View(where="a > 1 AND " * 500 + "b").text) < 510
 
 
 def test_an_unknown_option_gets_the_nearest_name() -> None:
