@@ -30,6 +30,7 @@ from cache_server import LocalCluster
 from tests.conftest import write_numbered
 from tests.waiting import wait_until
 
+LOOK_S = 0.3
 WAIT_S = 60.0  # the goal is 5 s, on a machine that does nothing else
 MISTAKES = {
     "same-rank": "two processes are rank 0 of 2",
@@ -98,9 +99,13 @@ def test_real_processes_that_differ_are_named_and_a_restarted_rank_is_not(
     named = {"no-rank": "two processes are rank 0 of 1", **MISTAKES}
     processes = [start(0), start(1)]
     try:
+        for process in processes:
+            assert process.stdout is not None and process.stdout.readline() == "reads\n"
         for job, text in named.items():
             pattern = re.compile(rf"ranks disagree: .*{re.escape(text)}")
-            wait_until(lambda job=job, p=pattern: p.match(shown(job)), WAIT_S, f"{job} is named")
+            wait_until(
+                lambda job=job, p=pattern: p.match(shown(job)), WAIT_S, f"{job} is named", LOOK_S
+            )
         assert not shown("restart").startswith("ranks disagree")
         killed = processes.pop()
         killed.kill()
@@ -114,6 +119,7 @@ def test_real_processes_that_differ_are_named_and_a_restarted_rank_is_not(
             ),
             WAIT_S,
             "the restarted rank reports",
+            LOOK_S,
         )
         assert not shown("restart").startswith("ranks disagree")
     finally:
