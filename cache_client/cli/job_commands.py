@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 import numpy as np
 import typer
 import typer.core
-from rich.console import RenderableType
 
 from cache_client.cli.app import (
     EXIT_FAILURE,
@@ -24,6 +24,7 @@ from cache_client.cli.app import (
 from cache_client.cli.audit_files import evidence_of, read_records
 from cache_client.cli.display import (
     cell,
+    console,
     json_value,
     print_json,
     printable,
@@ -32,14 +33,18 @@ from cache_client.cli.display import (
     show_rows,
 )
 from cache_client.cli.jobs_display import JOB_COLUMNS, audit_lines, job_json, job_row, top_view
+from cache_client.control.infos import JobInfo
 from cache_client.control.row_reads import read_rows
 from cache_client.job.connection import access_to
 from cache_client.order.audit import Evidence, audit
 from cache_client.order.order import rows_of_step
 from cache_protocol.errors import (
     ConfigError,
+    DatasetNotFoundError,
 )
 from cache_protocol.storage.row_index import Ids
+
+_LOOK_S: Final = 0.5  # between two looks for a job that has not reported
 
 
 def jobs(endpoint: Endpoint = None, timeout_s: TimeoutS = 30.0, as_json: AsJson = False) -> None:
@@ -59,17 +64,31 @@ def top(
     timeout_s: TimeoutS = 30.0,
     as_json: AsJson = False,
 ) -> None:
-    """Show live which rank waits for what."""
+    """Show live which rank waits for what.
+
+    Waits for the first report of JOB: with --once or --json, and where the output is no terminal,
+    for --timeout-s seconds.
+    """
     client = client_of(endpoint, timeout_s=timeout_s)
+    is_live = not once and not as_json and console.is_terminal
+    deadline = time.monotonic() + timeout_s
+
+    def found() -> list[JobInfo]:
+        """The jobs; none before the first report of the one that was asked for."""
+        while True:
+            try:
+                return [each for each in client.jobs(job or "") if each.live or job or as_json]
+            except DatasetNotFoundError:
+                if is_live:
+                    return []
+                if time.monotonic() + _LOOK_S > deadline:
+                    raise
+            time.sleep(_LOOK_S)
+
     if as_json:
-        print_json([job_json(found) for found in client.jobs(job or "")])
+        print_json([job_json(each) for each in found()])
         return
-
-    def view() -> RenderableType:
-        live = [found for found in client.jobs(job or "") if found.live or job]
-        return top_view(live, client.nodes())
-
-    show_live(view, None if once else interval_s)
+    show_live(lambda: top_view(found(), client.nodes(), job or ""), interval_s if is_live else None)
 
 
 def audit_job(

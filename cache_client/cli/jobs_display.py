@@ -46,19 +46,29 @@ def job_json(job: JobInfo) -> dict[str, Any]:
     return asdict(job)
 
 
-def top_view(jobs: Sequence[JobInfo], nodes: Sequence[NodeInfo]) -> RenderableType:
-    """The live view: each job with the ranks that wait most, and the memory of the nodes."""
+def top_view(
+    jobs: Sequence[JobInfo], nodes: Sequence[NodeInfo], waits_for: str = ""
+) -> RenderableType:
+    """The live view: each job with the ranks that wait most, and the memory of the nodes.
+
+    Args:
+        waits_for: the job that was asked for; empty: all.
+    """
     parts: list[RenderableType] = []
     for job in jobs:
         parts += [_headline(job), _ranks_table(job), Text()]
     if not jobs:
-        parts += [Text("no reader has reported lately", style="dim"), Text()]
+        missing = "no reader has reported lately"
+        if waits_for:
+            missing = f"waiting for the first report of job {printable(waits_for)}"
+        parts += [Text(missing, style="dim"), Text()]
     parts.append(_nodes_table(nodes))
     return Group(*parts)
 
 
 def _headline(job: JobInfo) -> Text:
-    bad = job.live and not job.verdict.startswith("compute bound")
+    is_bad_end = job.end in ("", "failed") and not job.live
+    bad = is_bad_end or (job.live and not job.verdict.startswith("compute bound"))
     text = Text()
     text.append(printable(job.name), style="bold")
     text.append(f"  reads {printable(job.dataset)}  epoch {job.epoch}, step {job.step:,}")

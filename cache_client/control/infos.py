@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import pyarrow as pa
 
@@ -200,6 +200,8 @@ class JobInfo:
         history: of the last hour, the oldest first.
         audits: if asked for.
         namespace: of the readers.
+        ranks_disagree: some read by other settings than others, so on wrong rows.
+        end: of a job that is not live: how its last pass ended; empty: a rank fell silent in it.
     """
 
     name: str
@@ -221,9 +223,17 @@ class JobInfo:
     audits: tuple[AuditEntry, ...]
     namespace: str
     num_ranks: int
+    ranks_disagree: bool
+    end: Literal["", "finished", "stopped", "failed"]
 
 
 _PARTS = {"ranks": RankInfo, "nodes": NodeShare, "history": JobSample, "audits": AuditEntry}
+_ENDS = {
+    pb.PASS_END_UNSPECIFIED: "",
+    pb.PASS_END_FINISHED: "finished",
+    pb.PASS_END_STOPPED: "stopped",
+    pb.PASS_END_FAILED: "failed",
+}
 
 
 def job_info(info: pb.JobInfo) -> JobInfo:
@@ -232,7 +242,7 @@ def job_info(info: pb.JobInfo) -> JobInfo:
         name: tuple(_record(part, message) for message in getattr(info, name))
         for name, part in _PARTS.items()
     }
-    return _record(JobInfo, info, **parts)
+    return _record(JobInfo, info, **parts, end=_ENDS.get(info.end, ""))
 
 
 def _record(kind: type[_R], message: Any, **parts: Any) -> _R:

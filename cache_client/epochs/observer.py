@@ -40,6 +40,7 @@ from cache_client.reading.counts import (
     SharedCounts,
     node_cells,
 )
+from cache_protocol.v1 import cache_pb2 as pb
 
 _FIRST_TICK_NS: Final = 100_000_000
 _TICK_NS: Final = 500_000_000
@@ -57,6 +58,7 @@ class Watched:
         begun_ns: when the first batch was asked for.
         seen_ns: until when ``computed_ns`` is known: the last batch was handed out, or asked for.
         computed_ns: the loop worked between batches.
+        due_ns: when to report, or to look for an answer.
     """
 
     pass_: Pass
@@ -66,6 +68,7 @@ class Watched:
     begun_ns: int = 0
     seen_ns: int = 0
     computed_ns: int = 0
+    due_ns: int = 0
 
     @property
     def waited_ns(self) -> int:
@@ -124,6 +127,8 @@ class Observer:
         self._waited_ns = self._computed_ns = self._batches = self._closed_rows = 0
         self._depths: deque[tuple[float, int]] = deque(maxlen=_MAX_DEPTHS)
         self._pushed = self.counts.snapshot()  # what `shared` has of this process
+        if reporter is not None:
+            reporter.on_late = self._look_soon
 
     # -- one pass ------------------------------------------------------------------------------
 
@@ -135,25 +140,36 @@ class Observer:
         Args:
             pass_: counts the batches that it hands out.
             keep_lease: called a few times a second while batches are taken.
+
+        Raises:
+            RanksDisagreeError: this rank reads by other settings than an earlier one of its job.
         """
         watched = self._begin(pass_)
         clock = time.perf_counter_ns
         watched.begun_ns = watched.seen_ns = clock()
         self._begun_ns = self._begun_ns or watched.begun_ns
-        due_ns = watched.begun_ns + _FIRST_TICK_NS
+        watched.due_ns = watched.begun_ns + _FIRST_TICK_NS
+        end: pb.PassEnd.ValueType = pb.PASS_END_FAILED
         try:
+            if not pass_.of_loader:  # which forks workers first
+                self._report_if_due(watched)
             for batch in batches:
                 watched.seen_ns = given_ns = clock()
                 yield batch
                 asked_ns = clock()
                 watched.computed_ns += asked_ns - given_ns
-                if asked_ns > due_ns:
-                    watched.seen_ns, due_ns = asked_ns, asked_ns + _TICK_NS
+                if asked_ns > watched.due_ns:
+                    watched.seen_ns, watched.due_ns = asked_ns, asked_ns + _TICK_NS
                     keep_lease()
                     self._tick(watched)
             watched.seen_ns = clock()
+            end = pb.PASS_END_FINISHED
+        except (GeneratorExit, KeyboardInterrupt):
+            is_whole = pass_.handed_out >= len(pass_.steps)
+            end = pb.PASS_END_FINISHED if is_whole else pb.PASS_END_STOPPED
+            raise
         finally:
-            self._end(watched)
+            self._end(watched, end)
 
     def _begin(self, pass_: Pass) -> Watched:
         self._num_passes += 1
@@ -172,16 +188,26 @@ class Observer:
 
     def _tick(self, watched: Watched) -> None:
         self._push(watched.pass_)
+        if self._reporter is not None:
+            self._reporter.check()
+        self._report_if_due(watched)
+
+    def _look_soon(self) -> None:
+        """Makes each pass look for the answer to a report after its next batch."""
+        for watched in list(self._watched):
+            watched.due_ns = 0
+
+    def _report_if_due(self, watched: Watched) -> None:
         if self._reporter is not None and self._reporter.is_due and self._reports(watched.pass_):
             self._reporter.send(self.stats(), self.record(watched.pass_), watched.pass_)
 
-    def _end(self, watched: Watched) -> None:
+    def _end(self, watched: Watched, end: pb.PassEnd.ValueType) -> None:
         if os.getpid() != self._process or sys.is_finalizing():
             return  # a copy of the iterator, in a fork; or no thread would send a report any more
         self._push(watched.pass_)
         record = self.record(watched.pass_)
         if self._reporter is not None and self._reports(watched.pass_):
-            self._reporter.send_last(self.stats(), record, watched.pass_)
+            self._reporter.send_last(self.stats(), record, watched.pass_, end)
         self._closed_rows += _rows_of(watched.pass_, self._reader.rank)
         self._batches += watched.pass_.handed_out
         self._waited_ns += watched.waited_ns

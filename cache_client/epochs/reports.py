@@ -1,7 +1,8 @@
 """Sends reports of a reader to the cache, in the background.
 
 A report has sums since the run began, so a lost one loses nothing. A cache that does not know the
-action gets no further ones.
+action gets no further ones. The answer to a report tells whether the ranks of the job disagree. So
+the first reports of a run come in short intervals, also where a step takes long.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -27,14 +28,19 @@ from cache_protocol.errors import (
     DatasetNotFoundError,
     NodeUnavailableError,
     NotReadyError,
+    RanksDisagreeError,
 )
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.wire.credentials import NO_CREDENTIALS, Credentials
 
 logger = logging.getLogger(__name__)
 
-_INTERVAL_S: Final = 3.0
-_FIRST_S: Final = 1.0  # after which a job with a name is shown
+_INTERVAL_S: Final = 2.0
+_SOON_S: Final = 1.0
+_NEW_S: Final = 6.0  # for so long a run is new: it repeats its report, to get the answer
+_REPEAT_S: Final = 0.5
+_LOOK_S: Final = 0.1  # at whether the program ends
+_FIRST_BATCH_S: Final = 60.0  # a loop may compile before it takes one
 _REPORTS_PER_S: Final = 50.0  # of all ranks of a job together
 _EXPIRES_INTERVALS: Final = 5.0
 _MAX_NODES: Final = 16  # in a report
@@ -95,8 +101,12 @@ class Reporter:
         reader: who reads what.
         locations: of nodes, to be asked one after the other.
         credentials: shown to them.
-        is_named: whether the job was given a name. If not, a run that is shorter than the interval
-            sends nothing.
+        standing: what each report says, such as the terms on which all ranks must agree.
+        is_shared: whether other ranks have the name of the job, too. If not, a run that is shorter
+            than the interval sends nothing.
+
+    Attributes:
+        on_late: called, in the thread that sends, when `check` is going to raise.
 
     Thread-safety: `send` and `send_last` may be called from any thread.
     """
@@ -107,23 +117,29 @@ class Reporter:
         locations: Sequence[str],
         credentials: Credentials = NO_CREDENTIALS,
         *,
-        is_named: bool,
+        standing: pb.ReaderReport,
+        is_shared: bool,
     ) -> None:
         self._reader = reader
         self._credentials = credentials
         self._locations = list(locations)
         self._interval_s = max(_INTERVAL_S, reader.world_size / _REPORTS_PER_S)
-        self._is_named = is_named
+        self._standing = standing
+        self._is_shared = is_shared
         self._last_gap_s = self._interval_s
         now = time.monotonic()
         self._begun_at = self._sent_at = now
-        self._due_at = now + (_FIRST_S if is_named else self._interval_s)
+        self._due_at = now if is_shared else now + self._interval_s
+        self._repeat_s = max(_REPEAT_S, reader.world_size / _REPORTS_PER_S)
+        self.on_late: Callable[[], None] = lambda: None
+        self._late = ""  # why this run must stop
         self._refused = False
         self._pass_ends = False
         self._connection: NodeConnection | None = None  # open during a pass
-        self._warned = False
-        self._lock = threading.Lock()
+        self._warned = self._warned_of_ranks = False
+        self._changed = threading.Condition()
         self._waiting: dict[Pass, pb.ReaderReport] = {}
+        self._last: pb.ReaderReport | None = None
         self._thread: threading.Thread | None = None
 
     @property
@@ -133,16 +149,36 @@ class Reporter:
 
     def report_soon(self) -> None:
         """Makes the next report due: a state was saved, so this is what a restart begins with."""
-        self._due_at = min(self._due_at, self._sent_at + _FIRST_S)
+        self._due_at = min(self._due_at, self._sent_at + _SOON_S)
 
-    def send(self, sums: ReadStats, record: AuditRecord | None, pass_: Pass) -> None:
+    def check(self) -> None:
+        """Raises where the cache answered that this run disagrees with an earlier rank.
+
+        Raises:
+            RanksDisagreeError: names both values and both hosts.
+        """
+        if self._late:
+            late, self._late = self._late, ""
+            raise RanksDisagreeError(late)
+
+    def send(
+        self,
+        sums: ReadStats,
+        record: AuditRecord | None,
+        pass_: Pass,
+        *,
+        end: pb.PassEnd.ValueType = pb.PASS_END_UNSPECIFIED,
+    ) -> None:
         """Sends a report in the background; replaces one of the same pass that waits."""
         now = time.monotonic()
         self._last_gap_s = max(self._last_gap_s / 2, now - self._sent_at)
         self._sent_at, self._due_at = now, now + self._interval_s
         report = self._report(sums, record, pass_)
-        with self._lock:
+        report.end, report.sent_s = end, now - self._begun_at
+        with self._changed:
+            self._pass_ends = end != pb.PASS_END_UNSPECIFIED
             self._waiting[pass_] = report
+            self._changed.notify()
             if self._thread is None:
                 thread = threading.Thread(target=self._send_all, name="cache-report")
                 try:
@@ -152,25 +188,46 @@ class Reporter:
                     return
                 self._thread = thread
 
-    def send_last(self, sums: ReadStats, record: AuditRecord | None, pass_: Pass) -> None:
-        """Sends what is known at the end of a pass, unless the run is short and has no name."""
+    def send_last(
+        self,
+        sums: ReadStats,
+        record: AuditRecord | None,
+        pass_: Pass,
+        end: pb.PassEnd.ValueType,
+    ) -> None:
+        """Sends what is known at the end of a pass, unless the run is short and not shared."""
         is_long = time.monotonic() - self._begun_at >= self._interval_s
-        if (self._is_named or is_long) and not self._refused:
-            self._pass_ends = True
-            self.send(sums, record, pass_)
+        if (self._is_shared or is_long) and not self._refused:
+            self.send(sums, record, pass_, end=end)
 
     def _send_all(self) -> None:
-        while True:
-            with self._lock:
-                if not self._waiting:
-                    self._thread = None
-                    if self._pass_ends and self._connection is not None:
-                        self._pass_ends, connection = False, self._connection
-                        self._connection = None
-                        connection.close()
-                    return
-                report = self._waiting.pop(next(iter(self._waiting)))
+        while (report := self._next()) is not None:
             self._send(report)
+
+    def _next(self) -> pb.ReaderReport | None:
+        """Waits for a report; a new run repeats its last one meanwhile. None: the thread ends."""
+        with self._changed:
+            repeats_at = time.monotonic() + self._repeat_s
+            while not self._waiting and self._is_new:
+                if time.monotonic() >= repeats_at and self._last is not None:
+                    self._last.sent_s = time.monotonic() - self._begun_at
+                    return self._last
+                self._changed.wait(_LOOK_S)
+            if self._waiting:
+                self._last = self._waiting.pop(next(iter(self._waiting)))
+                return self._last
+            self._thread = None
+            if self._pass_ends and self._connection is not None:
+                connection, self._connection = self._connection, None
+                connection.close()
+            return None
+
+    @property
+    def _is_new(self) -> bool:
+        """Whether the answer to a first report may still come."""
+        is_new = time.monotonic() - self._begun_at < _NEW_S
+        waits = self._is_shared and not self._pass_ends and not self._refused and not self._late
+        return is_new and waits and threading.main_thread().is_alive()
 
     def _send(self, report: pb.ReaderReport) -> None:
         error: CacheError | None = None
@@ -178,8 +235,7 @@ class Reporter:
             try:
                 if self._connection is None or self._connection.is_closed:
                     self._connection = NodeConnection(self._locations[0], self._credentials)
-                self._connection.report(report, CALL_TIMEOUT_S)
-                return
+                return self._take(self._connection.report(report, CALL_TIMEOUT_S))
             except ConnectionClosedError as failed:  # by a fork of this process
                 error = failed
             except NodeUnavailableError as failed:
@@ -200,10 +256,22 @@ class Reporter:
             level = logging.WARNING if self._refused else logging.INFO
             logger.log(level, "report not sent job=%s reason=%s", report.job, error)
 
+    def _take(self, told: pb.Disagreement | None) -> None:
+        """Takes the answer to a report."""
+        if told is None:
+            return
+        if told.is_late:
+            self._late = told.text
+            self.on_late()
+        elif not self._warned_of_ranks:
+            self._warned_of_ranks = True
+            logger.warning("the ranks of job %s disagree: %s", self._reader.job, told.text)
+
     def _report(self, sums: ReadStats, record: AuditRecord | None, pass_: Pass) -> pb.ReaderReport:
         reader = self._reader
         nodes = sorted(sums.nodes.items(), key=lambda item: -item[1].rows)[:_MAX_NODES]
-        return pb.ReaderReport(
+        expires_s = _EXPIRES_INTERVALS * max(self._interval_s, self._last_gap_s)
+        report = pb.ReaderReport(
             job=reader.job,
             dataset=reader.dataset,
             fingerprint=reader.fingerprint,
@@ -235,6 +303,8 @@ class Reporter:
             failovers=sums.failovers,
             refetches=sums.refetches,
             queue_depth=sums.queue_depth,
-            expires_s=_EXPIRES_INTERVALS * max(self._interval_s, self._last_gap_s),
+            expires_s=expires_s if sums.batches else max(expires_s, _FIRST_BATCH_S),
             audit="" if record is None else json.dumps(record.to_dict(), separators=(",", ":")),
         )
+        report.MergeFrom(self._standing)
+        return report

@@ -229,8 +229,12 @@ class NodeConnection:
             )
         return pb.CoordinatorEndpoints.FromString(results[0].body.to_pybytes())
 
-    def report(self, report: pb.ReaderReport, timeout_s: float) -> None:
+    def report(self, report: pb.ReaderReport, timeout_s: float) -> pb.Disagreement | None:
         """Sends a report of a reader.
+
+        Returns:
+            What the reader must know: the ranks of its job disagree. None: as far as is known, they
+            agree.
 
         Raises:
             RequestError: the node refused it, or does not know reports.
@@ -238,7 +242,8 @@ class NodeConnection:
         """
         action = flight.Action(_REPORT_ACTION, report.SerializeToString())
         with self._in_use():
-            list(self._client.value.do_action(action, self._options(timeout_s)))
+            results = list(self._client.value.do_action(action, self._options(timeout_s)))
+        return pb.Disagreement.FromString(results[0].body.to_pybytes()) if results else None
 
     def open_gather(
         self,

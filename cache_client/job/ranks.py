@@ -13,7 +13,9 @@ this is the only module of this package that reads the environment. It opens no 
 
 from __future__ import annotations
 
+import hashlib
 import math
+import multiprocessing
 import os
 import re
 import socket
@@ -37,6 +39,10 @@ _TRAIN_JOB_NAME = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")  # RFC 1035, as
 
 _JOB_NAME = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
 _UNNAMED = "unnamed"
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+_MOST_OF_ATTEMPT = 256
+# What a launcher counts or numbers at each start. Steps of Slurm are independent programs.
+_ATTEMPT_VARIABLES = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT", "SLURM_STEP_ID")
 
 # SLURM_MAX_NORMAL_STEP_ID of slurm.h. Above it are batch scripts and the shells of salloc.
 _LAST_STEP_OF_SRUN = 0xFFFFFFF0
@@ -236,8 +242,8 @@ def find_rank_in(environ: Mapping[str, str]) -> Rank | None:
     return rank
 
 
-def find_job(job: str | None = None, environ: Mapping[str, str] | None = None) -> tuple[str, bool]:
-    """The name of the job that this process belongs to, and whether a person gave it.
+def find_job(job: str | None = None, environ: Mapping[str, str] | None = None) -> str:
+    """The name of the job that this process belongs to.
 
     The argument, ``CACHE_JOB``, ``TRAIN_JOB_NAME``, torchrun's run id or Slurm's job number; else
     the address where ranks meet; else this machine and process.
@@ -261,10 +267,68 @@ def find_job(job: str | None = None, environ: Mapping[str, str] | None = None) -
                     f"{name} must have 1 to 128 letters, digits and the characters ._:/- , "
                     f"got {value!r}"
                 )
-            return value, True
+            return value
     host, port = values.get("MASTER_ADDR"), values.get("MASTER_PORT")
+    if host in _LOOPBACK:  # of this machine: ranks of a job on another one do not meet here
+        host = socket.gethostname()
     meets = f"{host}:{port}" if host and port else _own_name()
-    return (meets if _JOB_NAME.fullmatch(meets) else _UNNAMED), False
+    return meets if _JOB_NAME.fullmatch(meets) else _UNNAMED
+
+
+@dataclass(frozen=True)
+class TrainingProcess:
+    """The process that trains, and what its launcher says of it; workers have that of their parent.
+
+    Attributes:
+        name: random.
+        rank, num_processes: as the launcher or a library numbers processes, which may differ from
+            the ranks that divide the rows; 0 of 0: unknown.
+        attempt: differs from one start by the launcher to the next; empty: unknown.
+    """
+
+    name: str
+    host: str
+    pid: int
+    rank: int
+    num_processes: int
+    attempt: str
+
+
+def find_process(
+    job: str, *, in_worker: bool = False, environ: Mapping[str, str] | None = None
+) -> TrainingProcess:
+    """The training process that this one is, or works for.
+
+    Args:
+        job: its name. Processes that a batch script of Slurm starts without ranks are independent
+            runs, if their name is only that of the script.
+        in_worker: this is a DataLoader worker.
+        environ: default: the environment of this process.
+    """
+    values = os.environ if environ is None else environ
+    parent = multiprocessing.parent_process() if in_worker else None
+    pid = os.getpid() if parent is None else parent.pid or 0
+    host = socket.gethostname()
+    # Random in each program, and the same in all processes that it starts.
+    key = bytes(multiprocessing.current_process().authkey)
+    name = hashlib.sha256(key + f"{host}:{pid}".encode()).hexdigest()[:16]
+    try:
+        found = find_initialised_rank()
+        rank = find_rank_in(values) if found is None else found.rank
+    except ConfigError:  # rank and world size are arguments
+        rank = None
+    counts = {variable: values.get(variable) for variable in _ATTEMPT_VARIABLES}
+    attempt = " ".join(f"{variable}={value}" for variable, value in counts.items() if value)
+    if rank is None and job == f"slurm-{values.get('SLURM_JOB_ID')}":
+        attempt = name
+    return TrainingProcess(
+        name,
+        host,
+        pid,
+        0 if rank is None else rank.rank,
+        0 if rank is None else rank.world_size,
+        attempt[:_MOST_OF_ATTEMPT],
+    )
 
 
 def is_of_one_process(job: str) -> bool:

@@ -8,6 +8,7 @@ many versions are read.
 from __future__ import annotations
 
 import copy
+import json
 import os
 import weakref
 from collections.abc import Generator, Iterator, Mapping
@@ -79,6 +80,7 @@ class RankBatches(IterableDataset[Any]):
         self._nodes = opened.nodes
         self._cursor = Cursor(SharedCounts.size(len(self._nodes)))
         self._skipped = skipped_runs(config.skip_steps, self._whole_plan, _LAST_EPOCH)
+        self._skips = json.dumps(self._skipped, separators=(",", ":"))
         self._warned_of_groups = False
         self._process_passes: PerProcess[Passes] = PerProcess()
         self._worker_start: Start | None = None  # where a state of this worker stands
@@ -294,7 +296,7 @@ class RankBatches(IterableDataset[Any]):
             epoch=epoch,
             shuffle=self.shuffle,
             shuffle_block_size=self._config.shuffle.shuffle_block_size,
-            view=self.view.short,
+            view=self.view.text,
             rows_consumed=rows_consumed,
             skipped=tuple((at, *run) for at, runs in sorted(self._skipped.items()) for run in runs),
         )
@@ -519,7 +521,13 @@ class RankBatches(IterableDataset[Any]):
     def _observer(self) -> Observer:
         """Watches the passes of this process."""
         return self._opened.observer.get(
-            lambda: self._opened.make_observer(self._config, self._nodes, self._shared_counts)
+            lambda: self._opened.make_observer(
+                self._config,
+                self._nodes,
+                self._shared_counts,
+                skipped=self._skips,
+                in_worker=get_worker_info() is not None,
+            )
         )
 
     def _refuse_callers(self) -> None:

@@ -86,7 +86,8 @@ class CacheIterableDataset(RankBatches):
             loaded, shuffled in groups. Later epochs have a shuffle of all rows. You must use the
             same on all ranks.
         job: name under which the cache shows this reader; default: ``CACHE_JOB``, the name of the
-            TrainJob, torchrun's run id or Slurm's job number.
+            TrainJob, torchrun's run id or Slurm's job number. Processes of one name must be ranks
+            of one job: see RanksDisagreeError.
         audit: whether a digest is kept of the rows that this rank was given, for `cachectl audit`.
             ``reports``: the cache has it. ``states``: `state_dict` has it, too; then the states of
             the ranks differ, and an audit needs all of them. It costs 1 to 2 ns of CPU time a row.
@@ -104,6 +105,8 @@ class CacheIterableDataset(RankBatches):
         DatasetNotFoundError, LoadError: there is no such dataset, or its load failed; with
             ``version="first-rows"``, a pass raises LoadError when the load fails.
         NotReadyError, NodeUnavailableError: still loading, or no answer, at the deadline.
+        RanksDisagreeError: by a pass: an earlier rank of this job reads by other settings, or is
+            the same rank.
 
     Thread-safety: iterate, and change epoch and state, from one thread at a time.
     """

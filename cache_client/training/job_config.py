@@ -82,7 +82,7 @@ class JobConfig:
         batch_size: rows of a rank in a full step.
         rank_is_given: by an argument, rather than found.
         copy: whether single columns get their own memory.
-        job_is_named: by a person, rather than by the process.
+        view_text, view_digest: of the whole view, also where a DataLoader worker has a part of it.
         others: as the arguments of `CacheIterableDataset`.
     """
 
@@ -107,9 +107,10 @@ class JobConfig:
     reading: Reading
     version: Version
     job: str
-    job_is_named: bool
     audit: AuditMode
     skip_steps: Mapping[int, Iterable[int]] | None
+    view_text: str
+    view_digest: str
 
     @property
     def rows_per_step(self) -> int:
@@ -241,10 +242,11 @@ def checked_config(
         device=target,
         reading=fetched,
         version=version,
-        job=found_job[0],
-        job_is_named=found_job[1],
+        job=found_job,
         audit=audit,
         skip_steps=skip_steps,
+        view_text=asked.text,
+        view_digest=asked.digest,
     )
 
 
@@ -287,7 +289,7 @@ def _rank(
 def _version_problems(
     version: object,
     rank: Rank | None,
-    job: tuple[str, bool] | None,
+    job: str | None,
     shuffle: object,
     others: Mapping[str, object],
 ) -> list[str]:
@@ -295,7 +297,7 @@ def _version_problems(
     if version not in VERSIONS:
         return [f"version must be one of {', '.join(VERSIONS)}, got {version!r}"]
     problems = []
-    of_one_process = job is not None and is_of_one_process(job[0])
+    of_one_process = job is not None and is_of_one_process(job)
     if version == "each-epoch" and rank and rank.world_size > 1 and of_one_process:
         problems.append(
             "version='each-epoch' with several ranks needs a job of one name for all of them: pass "

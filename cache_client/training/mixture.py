@@ -146,6 +146,8 @@ class CacheMixture(RankBatches):
             first.config,
             name=", ".join(datasets),
             view=View(),
+            view_text="",
+            view_digest="",  # the fingerprint tells the views of sources apart
             shuffle=Shuffle(any(dataset.shuffle for dataset in datasets.values()), None, seed),
             rank_is_given=all(dataset.config.rank_is_given for dataset in datasets.values()),
             skip_steps=skip_steps,

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol, Self
+from typing import Final, Protocol, Self
 
 from cache_client.epochs.observer import Observer
 from cache_client.epochs.reports import ReaderIdentity, Reporter
 from cache_client.flight.routing import NodeRef, ShardMap
+from cache_client.job.ranks import TrainingProcess, find_process, is_of_one_process
 from cache_client.order.permutation import Int64Array
 from cache_client.reading.counts import ReadCounts, SharedCounts
 from cache_client.reading.per_process import PerProcess
@@ -26,6 +28,11 @@ from cache_client.view_options.open_view import make_view, read_shard_map
 from cache_client.views.view import LoggedView, PlainView, SlotView
 from cache_protocol.storage.layout import Layout
 from cache_protocol.v1 import cache_pb2 as pb
+
+_MOST_OF_TEXT: Final = 100  # of a setting, in reports
+_said = False  # how to name a job
+
+logger = logging.getLogger(__name__)
 
 
 class RowReader(Protocol):
@@ -120,15 +127,26 @@ class Opened:
         return replace(self.sizes, in_streams=in_streams)
 
     def make_observer(
-        self, config: JobConfig, nodes: Sequence[NodeRef], counts: SharedCounts
+        self,
+        config: JobConfig,
+        nodes: Sequence[NodeRef],
+        counts: SharedCounts,
+        *,
+        skipped: str,
+        in_worker: bool,
     ) -> Observer:
         """What watches the passes of a process.
 
         Args:
             nodes: that are counted.
             counts: of this process and its workers.
+            skipped: the steps that the job leaves out, as text.
+            in_worker: the process is a DataLoader worker.
         """
         rank = config.rank.rank
+        is_shared = not is_of_one_process(config.job)
+        if not is_shared:
+            _say_how_to_name_a_job(config.rank.world_size)
         identity = ReaderIdentity(
             run=secrets.token_hex(8),
             job=config.job,
@@ -136,15 +154,71 @@ class Opened:
             fingerprint=self.fingerprint,
             rank=rank,
             world_size=config.rank.world_size,
-            view=config.view.short,
+            view=config.view_text,
         )
         places = [node.location for node in nodes]
         first = rank % len(places) if places else 0
         locations = dict.fromkeys((*places[first:], *places[:first], config.access.endpoint))
         reporter = Reporter(
-            identity, tuple(locations), config.access.credentials, is_named=config.job_is_named
+            identity,
+            tuple(locations),
+            config.access.credentials,
+            standing=_standing(
+                config, _short(skipped), find_process(config.job, in_worker=in_worker)
+            ),
+            is_shared=is_shared,
         )
         return Observer(identity, tuple(node.id for node in nodes), counts, reporter)
+
+
+def _say_how_to_name_a_job(world_size: int) -> None:
+    """Says once in a process that disagreements of its ranks are not seen."""
+    global _said
+    if not _said:
+        _said = True
+        logger.log(
+            logging.WARNING if world_size > 1 else logging.INFO,
+            "the cache cannot see which processes are ranks of one job, so it cannot tell whether "
+            "they agree: pass the same job= in each, or set CACHE_JOB",
+        )
+
+
+def _standing(config: JobConfig, skipped: str, process: TrainingProcess) -> pb.ReaderReport:
+    """What each report says: who reads, and by which terms, on which all ranks must agree."""
+    shuffle = config.shuffle
+    order = {
+        "shuffle": shuffle.shuffle,
+        "shuffle_block_size": shuffle.shuffle_block_size,
+        "drop_last": config.drop_last,
+        "pad_mask": config.pad_mask is not None,
+        "skip_steps": skipped,
+    }
+    return pb.ReaderReport(
+        view=_printable(config.view_text),
+        view_digest=config.view_digest,
+        seed=_short(str(shuffle.seed)),
+        batch_size=config.batch_size,
+        order=", ".join(f"{name}={value}" for name, value in order.items()),
+        follows=config.version == "each-epoch",
+        host=_printable(process.host),
+        pid=process.pid,
+        process=process.name,
+        process_rank=process.rank,
+        num_processes=process.num_processes,
+        attempt=_printable(process.attempt),
+    )
+
+
+def _printable(text: str) -> str:
+    """A text with other characters escaped: nodes refuse them."""
+    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
+
+
+def _short(text: str) -> str:
+    """A text, or its digest if it is long."""
+    if len(text) <= _MOST_OF_TEXT:
+        return text
+    return f"sha256-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
 def open_version(

@@ -6,6 +6,7 @@ excludes, in one place; `View` reads them. It asks no node.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
@@ -344,10 +345,17 @@ class View:
         return {name: value for name, (value, default) in values.items() if not _is(value, default)}
 
     @property
-    def short(self) -> str:
+    def text(self) -> str:
         """The view for states and reports, whose size is bounded; "" for the plain read."""
         text = repr(self) if self.given() else ""
         return text if len(text) <= _MAX_SHORT else f"{text[:_MAX_SHORT]}..."
+
+    @property
+    def digest(self) -> str:
+        """A short text that tells views apart, also long ones; "" for the plain read."""
+        given = self.given()
+        text = ", ".join(f"{name}={_whole(value)}" for name, value in given.items())
+        return hashlib.sha256(text.encode()).hexdigest()[:16] if given else ""
 
     def problems_with(self, *, batch_format: object, stacks: bool) -> list[str]:
         """Why a job cannot read this view; each option is quoted.
@@ -392,6 +400,19 @@ def _is(one: object, other: object) -> bool:
     if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
         return bool(np.array_equal(np.asarray(one), np.asarray(other)))
     return type(one) is type(other) and bool(one == other)
+
+
+def _whole(value: object) -> str:
+    """An option, with all of its values."""
+    if isinstance(value, list | tuple) and all(isinstance(each, int) for each in value):
+        value = np.asarray(value)
+    if isinstance(value, np.ndarray):
+        return hashlib.sha256(value.astype(np.int64).tobytes()).hexdigest()
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key!r}: {_whole(each)}' for key, each in value.items())}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_whole, value))}]"
+    return f"{value!r} {getattr(value, 'digest', '')}"
 
 
 def _shown(value: object) -> str:

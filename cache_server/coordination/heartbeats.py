@@ -72,6 +72,7 @@ class Heartbeats:
             wanted = self._wanted(member, with_schemas=not request.takes_digests)
             response = self._as_answer(member, wanted, known_to_node=request.answer)
         self._jobs.apply(reports)
+        response.disagreements.extend(self._jobs.disagreements(reports))
         if member.has_news:
             self._claims.write_proven()
         return response

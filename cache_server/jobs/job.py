@@ -11,18 +11,30 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from cache_protocol.v1 import cache_pb2 as pb
+from cache_server.jobs.agreement import Claim, Terms
+from cache_server.jobs.disagreements import Disagreements
 from cache_server.jobs.history import HISTORY_S, Ring
 from cache_server.jobs.ranks import NodeWindow, Ranks, RankWindow
 from cache_server.jobs.reports import audit_key
-from cache_server.jobs.verdict import Verdict, judge
+from cache_server.jobs.verdict import End, RankEnd, Verdict, judge, judge_end
 
 MOST_RANKS: Final = 64  # in a description
 _MOST_NODES: Final = 64
 _NODES_OF_READER: Final = 16
-_MAX_RUNS: Final = 8  # of a rank, at once
+_MAX_RUNS: Final = 1024  # of a rank, at once: so many processes may be started without a rank
 _MAX_EXPIRY_S: Final = 600.0
 _HALF_WINDOW_S: Final = 15.0
+_FIRST_S: Final = 1.0  # of a run; before, workers have made more batches than the loop has taken
 _FEW: Final = 64
+_MOST_OF_VIEW: Final = 512  # of its text, in memory
+_OVER: Final = (pb.PASS_END_STOPPED, pb.PASS_END_FAILED)
+_END_NUMBERS: Final[dict[End, pb.PassEnd.ValueType]] = {
+    "silent": pb.PASS_END_UNSPECIFIED,
+    "finished": pb.PASS_END_FINISHED,
+    "stopped": pb.PASS_END_STOPPED,
+    "failed": pb.PASS_END_FAILED,
+}
+_ENDS: Final[dict[int, End]] = {number: end for end, number in _END_NUMBERS.items()}
 _JOB_SAMPLES, _READER_SAMPLES = 240, 120
 
 
@@ -33,6 +45,8 @@ class Reader:
     Attributes:
         number: unique in its job.
         sums: since its run began.
+        claim: by which terms it reads; None: it does not tell.
+        end: how the pass of its last report ended.
         is_replaced: a later run of its rank has begun, and it was silent since.
         due_at: when its job looks at it again.
     """
@@ -42,6 +56,8 @@ class Reader:
     run: str
     waits: Ring = field(default_factory=lambda: Ring(1, _READER_SAMPLES))
     sums: RankWindow | None = None
+    claim: Claim | None = None
+    end: End = "silent"
     last_at: float = 0.0
     expires_at: float = 0.0
     epoch: int = 0
@@ -54,12 +70,16 @@ class Reader:
 
     def apply(self, report: pb.ReaderReport, now: float) -> RankWindow:
         """Takes a report; returns what the reader did lately."""
-        if self.sums is not None and (
-            self._mark is None or self.last_at - self._mark[0] >= _HALF_WINDOW_S
-        ):
+        is_due = self._mark is None or self.last_at - self._mark[0] >= _HALF_WINDOW_S
+        if self.sums is not None and self.sums.elapsed_s >= _FIRST_S and is_due:
             self._before_mark = None if self._mark is None else self._mark[1]
             self._mark = self.last_at, self.sums
+        if self.claim is None and report.process:
+            self.claim = _claim(report)
+        if self.claim is not None:
+            self.claim.note(report.sent_s, now, is_over=report.end in _OVER)
         self.sums, self.last_at = _sums(report), now
+        self.end = _ENDS.get(report.end, "silent")
         self.expires_at = now + min(report.expires_s, _MAX_EXPIRY_S)
         self.epoch, self.step, self.num_steps = report.epoch, report.step, report.num_steps
         window = self.sums.since(self._base(now))
@@ -105,6 +125,7 @@ class Job:
         self._history = Ring(3, _JOB_SAMPLES)
         self._verdict, self._verdict_at = judge(self._live), now
         self._fingerprint, self._world_size = "", 0
+        self._disagreements = Disagreements()
 
     def apply(self, report: pb.ReaderReport, now: float) -> list[tuple[int, str]]:
         """Takes a report; returns the readers that were forgotten, by rank and run."""
@@ -123,6 +144,10 @@ class Job:
             self._look_at(reader, reader.expires_at)
         self._live.put(reader.number, window, epoch=reader.epoch, step=reader.step)
         self._end_silent(now)
+        if reader.claim is not None:
+            self._note(reader.claim, now)
+            if self._disagreements.is_due(now):
+                self._compare(now)
         if self._history.is_due(now):
             live = self._live
             self._history.add(now, live.rows_per_s, live.mean_wait_share, live.most_wait_share)
@@ -191,9 +216,32 @@ class Job:
         if not runs:
             del self._runs[reader.rank]
 
+    def _note(self, claim: Claim, now: float) -> None:
+        """Takes a claim that has reported; forgets processes without a reader."""
+        disagreements = self._disagreements
+        disagreements.note(claim, now)
+        if disagreements.num_processes > 2 * len(self.readers) + _FEW:
+            claims = (each.claim for each in self.readers.values())
+            disagreements.keep({each.process for each in claims if each is not None})
+
+    def _compare(self, now: float) -> None:
+        """Looks whether the ranks that report read by the same terms."""
+        claims = (self._by_number[number].claim for number in self._live)
+        self._disagreements.compare([each for each in claims if each is not None], now)
+
+    def disagreement(self, run: str) -> pb.Disagreement | None:
+        """What the reader of a run must know; None: the ranks agree."""
+        told = self._disagreements.told(run)
+        return None if told is None else pb.Disagreement(run=run, **told._asdict())
+
     def _judge(self, now: float) -> Verdict:
         """The verdict now; remembers since when it holds."""
-        verdict = judge(self._live)
+        if self._disagreements.text:
+            self._compare(now)  # a rank may have ended since
+        text = self._disagreements.text
+        verdict = (
+            Verdict("ranks disagree", f"ranks disagree: {text}") if text else judge(self._live)
+        )
         if verdict.key != self._verdict.key:
             self._verdict_at = now
         self._verdict = verdict
@@ -214,9 +262,14 @@ class Job:
             rows_per_s=self._live.rows_per_s,
             wait_share=self._live.most_wait_share,
             local_share=self._live.local_share,
-            verdict=self._judge(now).text if is_live else f"stopped {now - self.last_at:.0f} s ago",
+            verdict=self._judge(now).text if is_live else "",
             verdict_s=now - (self._verdict_at if is_live else self.last_at),
+            ranks_disagree=is_live and bool(self._disagreements.text),
         )
+        if not is_live:
+            end = judge_end(self._rank_ends())
+            info.verdict = f"{end.text}, {now - self.last_at:.0f} s ago"
+            info.end = _END_NUMBERS[end.end]
         if len(shown):
             behind = self._by_number[shown.behind()]
             info.epoch, info.step, info.num_steps = behind.epoch, behind.step, behind.num_steps
@@ -228,6 +281,14 @@ class Job:
         for at, rate, mean, most in self._history.since(now - HISTORY_S):
             info.history.add(age_s=now - at, rows_per_s=rate, wait_share=mean, most_wait_share=most)
         return info
+
+    def _rank_ends(self) -> Iterator[RankEnd]:
+        """What each rank said last."""
+        for rank, runs in self._runs.items():
+            last = next(reversed(runs.values()))
+            # A reader of an earlier release says no goodbye.
+            end: End = "stopped" if last.claim is None else last.end
+            yield RankEnd(rank, end, last.epoch, last.step, last.num_steps)
 
     def put_audit(self, report: pb.ReaderReport, now: float) -> None:
         """Keeps the audit record of a report, in place of the one of the same pass."""
@@ -262,6 +323,19 @@ def _sums(report: pb.ReaderReport) -> RankWindow:
         local_rows=report.local_rows,
         nodes={node.node_id: NodeWindow(node.rows, node.waited_s) for node in nodes},
     )
+
+
+def _claim(report: pb.ReaderReport) -> Claim:
+    """By which terms a run reads, and in which process."""
+    version = "" if report.follows else report.fingerprint.partition("-")[0]
+    terms = Terms(
+        report.world_size, report.seed, report.batch_size, version, report.order,
+        report.view_digest, report.view[:_MOST_OF_VIEW],
+    )  # fmt: skip
+    return Claim(
+        report.run, report.rank, terms, report.process, report.host, report.pid,
+        report.process_rank, report.num_processes, report.attempt,
+    )  # fmt: skip
 
 
 def _node_shares(ranks: Ranks) -> Sequence[pb.NodeShare]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Final, NamedTuple
 
 from cache_protocol.errors import DatasetNotFoundError
@@ -70,6 +70,21 @@ class Jobs:
                 if now - self._jobs[key].last_at <= HISTORY_S:
                     break
                 self._drop(key)
+
+    def disagreements(self, reports: Iterable[pb.ReaderReport]) -> Iterator[pb.Disagreement]:
+        """What the readers of these reports must know: their ranks disagree with others."""
+        runs = {
+            (JobKey(report.namespace, report.job, report.dataset), report.run)
+            for report in reports
+            if report.process
+        }
+        for key, run in runs:
+            with self._lock:
+                job = self._jobs.get(key)
+                told = None if job is None else job.disagreement(run)
+            if told is not None:
+                told.namespace = key.namespace
+                yield told
 
     def _apply(self, report: pb.ReaderReport, now: float) -> None:
         owner = owner_of(report)

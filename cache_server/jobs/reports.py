@@ -16,6 +16,10 @@ MAX_NODES: Final = 64  # in a report
 _MAX_WORLD_SIZE: Final = 1_000_000
 _MAX_NAME: Final = 256
 _MAX_NUMBER: Final = 1e15
+_MAX_TEXTS: Final = {
+    **{"view": 4096, "view_digest": 64, "seed": 128, "order": 512},
+    **{"host": 256, "process": 64, "attempt": 256},
+}  # characters; each may be empty
 _NAME: Final = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
 # In a heartbeat, which has 32 MiB. A report takes about 600 bytes.
 _WAITING_BYTES: Final = Bounds(principal=2 << 20, namespace=4 << 20, total=8 << 20)
@@ -33,6 +37,10 @@ def checked_report(report: pb.ReaderReport) -> pb.ReaderReport:
         raise RequestError(f"the report has a bad name of a job: {report.job[:64]!r}")
     for name in ("dataset", "run"):
         _check_name(name, getattr(report, name))
+    for name, most in _MAX_TEXTS.items():
+        value = getattr(report, name)
+        if len(value) > most or not value.isprintable():
+            raise RequestError(f"the report has a bad {name}: {value[:64]!r}")
     if not report.rank < report.world_size <= _MAX_WORLD_SIZE:
         raise RequestError(f"the report is of rank {report.rank} of {report.world_size}")
     if len(report.nodes) > MAX_NODES:

@@ -8,6 +8,7 @@ for it.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -20,7 +21,7 @@ _HOT: Final = 1.3  # times the fair share of a node; hashed shards give up to 1.
 _MOST: Final = 0.65  # of the waits for nodes
 
 
-Kind = Literal["unknown", "compute bound", "input bound", "slow rank"]
+Kind = Literal["unknown", "compute bound", "input bound", "slow rank", "ranks disagree"]
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,56 @@ class Verdict:
     def key(self) -> tuple[object, ...]:
         """Equal for verdicts that differ only in numbers."""
         return self.kind, self.rank, self.node
+
+
+End = Literal["silent", "failed", "stopped", "finished"]
+"""How a pass ended; the worst first. ``silent``: its rank said no goodbye."""
+
+
+@dataclass(frozen=True)
+class RankEnd:
+    """What a rank that is silent said last.
+
+    Attributes:
+        step, num_steps: of the pass; 0 of them: their number is not known.
+    """
+
+    rank: int
+    end: End
+    epoch: int
+    step: int
+    num_steps: int
+
+    @property
+    def place(self) -> str:
+        """Where it was, for people."""
+        of = f" of {self.num_steps:,}" if self.num_steps else ""
+        return f"step {self.step:,}{of} of epoch {self.epoch}"
+
+
+@dataclass(frozen=True)
+class JobEnd:
+    """How a job ended."""
+
+    end: End
+    text: str
+
+
+def judge_end(ranks: Iterable[RankEnd]) -> JobEnd:
+    """How a job ended; the rank with the worst end decides."""
+    by_end: dict[End, RankEnd] = {}
+    for each in ranks:
+        by_end.setdefault(each.end, each)
+    if (silent := by_end.get("silent")) is not None:
+        text = f"crashed or hangs: rank {silent.rank} was last heard of at {silent.place}"
+        return JobEnd("silent", text)
+    if (failed := by_end.get("failed")) is not None:
+        text = f"failed: rank {failed.rank} raised an error at {failed.place}"
+        return JobEnd("failed", text)
+    if (stopped := by_end.get("stopped")) is not None:
+        return JobEnd("stopped", f"stopped at {stopped.place}")
+    last = max((each.epoch for each in by_end.values()), default=0)
+    return JobEnd("finished", f"finished epoch {last}")
 
 
 def judge(ranks: Ranks) -> Verdict:

@@ -365,9 +365,9 @@ class Node:
         """Seals the rows of one attempt at a partition of a write; see `Puts.put`."""
         return self._puts.put(request, schema, messages, by)
 
-    def take_report(self, report: pb.ReaderReport, by: Principal) -> None:
+    def take_report(self, report: pb.ReaderReport, by: Principal) -> pb.Disagreement | None:
         """Sends a report of a reader on with the next heartbeat; see `ReaderReports.put`."""
-        self._reports.put(report, by)
+        return self._reports.put(report, by)
 
     def _require_seen(self, dataset: str, viewer: Viewer) -> None:
         """Refuses a dataset that does not exist for a viewer; see `CoordinatorLink.get`."""
@@ -429,6 +429,7 @@ class Node:
                     self._reports.put_back(request)
                     self._stop.wait(0.0 if request.since else _RETRY_S)
                     continue
+                self._reports.take_answer(request.reports, response.disagreements)
                 desired = self._decoder.decode(response)
             except CacheError as error:
                 log.record_failure(error, joined=self._joined.is_set())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 from cache_protocol.v1 import cache_pb2 as pb
@@ -14,6 +14,7 @@ from cache_server.jobs.shares import Rates
 
 _RIGHT_S: Final = 30.0  # as long as a stream outlives a token that was taken away
 _MAX_RIGHTS: Final = 4096
+_MAX_TOLD: Final = 4096
 # As the coordinator takes them of all nodes together.
 _REPORTS_PER_S, _BURST = 1000.0, 16_384
 
@@ -37,9 +38,13 @@ class ReaderReports:
         self._rights: dict[tuple[Viewer, str], float] = {}  # until when, the oldest first
         self._rates = Rates(_REPORTS_PER_S, _BURST)
         self._waiting = WaitingReports()
+        self._told: dict[tuple[str, str], pb.Disagreement] = {}  # by namespace and run
 
-    def put(self, report: pb.ReaderReport, by: Principal) -> None:
+    def put(self, report: pb.ReaderReport, by: Principal) -> pb.Disagreement | None:
         """Takes a report of a principal; leaves it out if the principal sends too many.
+
+        Returns:
+            What the coordinator answered to an earlier report of the reader, if its ranks disagree.
 
         Raises:
             RequestError: it is no valid report.
@@ -52,8 +57,9 @@ class ReaderReports:
         checked_report(report)
         with self._lock:
             now = self._clock()
+            told = self._told.get((report.namespace, report.run))
             if not self._rates.take(owner_of(report), now):
-                return
+                return told
             is_known = self._rights.get((by.viewer, report.dataset), now) > now
         if not is_known:
             self._require_seen(asked, by.viewer)
@@ -63,6 +69,19 @@ class ReaderReports:
                 if len(self._rights) > _MAX_RIGHTS:
                     del self._rights[next(iter(self._rights))]
         self._waiting.put(report)
+        return told
+
+    def take_answer(
+        self, reports: Iterable[pb.ReaderReport], told: Iterable[pb.Disagreement]
+    ) -> None:
+        """Takes what the coordinator answered to the reports of a heartbeat."""
+        with self._lock:
+            for report in reports:
+                self._told.pop((report.namespace, report.run), None)
+            for each in told:
+                self._told[each.namespace, each.run] = each
+            while len(self._told) > _MAX_TOLD:
+                del self._told[next(iter(self._told))]
 
     def put_back(self, request: pb.HeartbeatRequest) -> None:
         """Takes the reports of a heartbeat that must be sent again."""

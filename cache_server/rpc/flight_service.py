@@ -312,7 +312,11 @@ class FlightService(flight.FlightServerBase):
         with self._call(context):
             return [
                 (ENDPOINTS_ACTION, "where the coordinator is: a cache.v1.CoordinatorEndpoints"),
-                (REPORT_ACTION, "takes what a reader has done: a cache.v1.ReaderReport"),
+                (
+                    REPORT_ACTION,
+                    "takes what a reader has done: a cache.v1.ReaderReport; "
+                    "a cache.v1.Disagreement follows where its ranks disagree",
+                ),
             ]
 
     def do_action(
@@ -322,8 +326,8 @@ class FlightService(flight.FlightServerBase):
         with self._call(context) as call:
             if action.type == REPORT_ACTION:
                 report = _parse(pb.ReaderReport, action.body, "report")
-                self._ready_node().take_report(report, call.principal)
-                return iter(())
+                told = self._ready_node().take_report(report, call.principal)
+                return iter([] if told is None else [flight.Result(told.SerializeToString())])
             if action.type != ENDPOINTS_ACTION:
                 raise RequestError(
                     f"no action {action.type!r}; actions: {ENDPOINTS_ACTION}, {REPORT_ACTION}"

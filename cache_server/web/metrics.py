@@ -164,16 +164,22 @@ def _of_readers(cache: CacheStatus) -> Iterator[Metric]:
     done = GaugeMetricFamily(
         "data_cache_job_epoch_ratio", "Share of the steps of the epoch.", labels=labels
     )
+    disagree = GaugeMetricFamily(
+        "data_cache_job_ranks_disagree",
+        "1: ranks of a job read by other settings than others, so on wrong rows.",
+        labels=labels,
+    )
     for job in cache.jobs:
         if job.live:
             name = [job.name, job.dataset]
+            disagree.add_metric(name, float(job.ranks_disagree))
             ranks.add_metric(name, job.world_size)
             rate.add_metric(name, job.rows_per_s)
             waits.add_metric(name, job.wait_share)
             local.add_metric(name, job.local_share)
             if job.num_steps:
                 done.add_metric(name, job.step / job.num_steps)
-    yield from (ranks, rate, waits, local, done)
+    yield from (ranks, rate, waits, local, done, disagree)
 
 
 def _gauge(name: str, what: str, value: float) -> GaugeMetricFamily:

@@ -42,6 +42,7 @@ _WORDS = {
 }
 _MOST_CHARTED, _MOST_RANKS, _MOST_NODES = 4, 16, 8
 _BOUND = "compute bound"
+_BAD_ENDS = (pb.PASS_END_UNSPECIFIED, pb.PASS_END_FAILED)
 
 
 class _Alert(str):
@@ -109,12 +110,12 @@ def _of_jobs(cache: CacheStatus, name: str) -> list[str]:
         [
             _Html(f'<a href="?job={quote(job.name)}">{escape(job.name)}</a>'),
             job.dataset,
-            job.world_size,
+            f"{job.num_ranks:,} of {job.world_size:,}",
             job.epoch,
             f"{job.step:,} of {job.num_steps:,}" if job.num_steps else f"{job.step:,}",
             f"{job.rows_per_s:,.0f}",
             f"{job.wait_share:.0%}",
-            job.verdict if job.verdict.startswith(_BOUND) or not job.live else _Alert(job.verdict),
+            _Alert(job.verdict) if _kind(job) == "bad" else job.verdict,
         ]
         for job in cache.jobs
     ]
@@ -126,11 +127,17 @@ def _of_jobs(cache: CacheStatus, name: str) -> list[str]:
     return [*parts, *(part for job in found for part in _of_job(job))]
 
 
+def _kind(job: pb.JobInfo) -> str:
+    """The class of a verdict; empty: neither good nor bad."""
+    if job.live:
+        return "good" if job.verdict.startswith(_BOUND) else "bad"
+    return "bad" if job.end in _BAD_ENDS else ""
+
+
 def _of_job(job: pb.JobInfo) -> Iterator[str]:
-    kind = "good" if job.verdict.startswith(_BOUND) else "bad"
     yield (
         f"<h2>{escape(job.name)} reads {escape(job.dataset)}: "
-        f'<span class="{kind if job.live else ""}">{escape(job.verdict)}</span></h2>'
+        f'<span class="{_kind(job)}">{escape(job.verdict)}</span></h2>'
     )
     history = job.history
     span_s = max((sample.age_s for sample in history), default=0.0)

@@ -2,6 +2,7 @@
 
     CacheError
       ConfigError(ValueError)     bad settings or arguments; quotes all of them
+        RanksDisagreeError        another rank of the job reads by other settings; names both
       RequestError                the request can never succeed: not retried
         DatasetNotFoundError
         InvalidRowsError          row ids or a row range outside the dataset
@@ -42,6 +43,14 @@ class ConfigError(CacheError, ValueError):
     """Settings or arguments are bad; the message quotes each of them."""
 
     code = pb.ERROR_CODE_CONFIG
+
+
+class RanksDisagreeError(ConfigError):
+    """Another rank of this job reads by other settings, or is the same rank.
+
+    The job would train on wrong rows. The message names both values and both hosts. The rank that
+    began later raises it, within its first seconds. Only clients raise it, so it has no code.
+    """
 
 
 class RequestError(CacheError):

@@ -6,7 +6,9 @@ import json
 import os
 import socket
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,14 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from cache_client import CacheClient, CacheIterableDataset, ConfigError, DatasetSpec, __main__
+from cache_client import (
+    CacheClient,
+    CacheIterableDataset,
+    ConfigError,
+    DatasetNotFoundError,
+    DatasetSpec,
+    __main__,
+)
 from cache_client.order import order
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server import LocalCluster
@@ -429,7 +438,31 @@ def test_jobs_top_and_doctor_show_the_cache(
     outcomes = {check["name"]: check["outcome"] for check in checks}
     assert {"endpoint", "versions", "clock", "nodes", "open files"} <= outcomes.keys()
     assert outcomes["endpoint"] == outcomes["nodes"] == outcomes["clock"] == "ok"
-    assert run(cluster, "top", "no-such-job", "--once").exit_code != 0
+    missing = run(cluster, "top", "no-such-job", "--once", "--timeout-s", "0.1")
+    assert isinstance(missing.exception, DatasetNotFoundError)
+
+
+def test_top_waits_for_the_first_report_of_its_job(
+    cluster: LocalCluster, client: CacheClient, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked = Event()
+    ask = CacheClient.jobs
+
+    def jobs(self: CacheClient, name: str = "", **options: Any) -> Any:
+        try:
+            return ask(self, name, **options)
+        finally:
+            looked.set()
+
+    monkeypatch.setattr(CacheClient, "jobs", jobs)
+    with ThreadPoolExecutor() as pool:
+        shown = pool.submit(run, cluster, "top", "comes-late", "-o", "json")
+        assert looked.wait(WAIT_S)
+        for dataset in ranks("comes-late"):
+            list(dataset)
+
+    (job,) = json.loads(shown.result().output)
+    assert job["name"] == "comes-late"
 
 
 def test_the_doctor_says_how_to_mend_an_endpoint_that_does_not_answer() -> None:

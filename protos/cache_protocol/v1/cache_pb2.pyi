@@ -87,6 +87,34 @@ DATASET_STATE_READY: DatasetState.ValueType  # 2
 DATASET_STATE_FAILED: DatasetState.ValueType  # 3
 Global___DatasetState: typing_extensions.TypeAlias = DatasetState
 
+class _PassEnd:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _PassEndEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_PassEnd.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    PASS_END_UNSPECIFIED: _PassEnd.ValueType  # 0
+    """it has not"""
+    PASS_END_FINISHED: _PassEnd.ValueType  # 1
+    """the loop took every batch"""
+    PASS_END_STOPPED: _PassEnd.ValueType  # 2
+    """the loop left it"""
+    PASS_END_FAILED: _PassEnd.ValueType  # 3
+    """it raised an error"""
+
+class PassEnd(_PassEnd, metaclass=_PassEndEnumTypeWrapper):
+    """How a pass ended."""
+
+PASS_END_UNSPECIFIED: PassEnd.ValueType  # 0
+"""it has not"""
+PASS_END_FINISHED: PassEnd.ValueType  # 1
+"""the loop took every batch"""
+PASS_END_STOPPED: PassEnd.ValueType  # 2
+"""the loop left it"""
+PASS_END_FAILED: PassEnd.ValueType  # 3
+"""it raised an error"""
+Global___PassEnd: typing_extensions.TypeAlias = PassEnd
+
 @typing.final
 class Error(google.protobuf.message.Message):
     """Travels as Flight extra_info and as the gRPC trailer "cache-error-bin"."""
@@ -1987,6 +2015,7 @@ class HeartbeatResponse(google.protobuf.message.Message):
     RESEND_FIELD_NUMBER: builtins.int
     ANSWER_FIELD_NUMBER: builtins.int
     UNCHANGED_FIELD_NUMBER: builtins.int
+    DISAGREEMENTS_FIELD_NUMBER: builtins.int
     interval_s: builtins.float
     """until the next heartbeat, if nothing changes before"""
     room_may_come: builtins.bool
@@ -2011,6 +2040,10 @@ class HeartbeatResponse(google.protobuf.message.Message):
     def writes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___OpenWrite]:
         """the node drops the rows of every other write"""
 
+    @property
+    def disagreements(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Disagreement]:
+        """for the readers of the reports"""
+
     def __init__(
         self,
         *,
@@ -2024,9 +2057,10 @@ class HeartbeatResponse(google.protobuf.message.Message):
         resend: builtins.bool = ...,
         answer: builtins.int = ...,
         unchanged: builtins.bool = ...,
+        disagreements: collections.abc.Iterable[Global___Disagreement] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["coordinator", b"coordinator"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["answer", b"answer", "coordinator", b"coordinator", "datasets", b"datasets", "interval_s", b"interval_s", "kept", b"kept", "report", b"report", "resend", b"resend", "room_may_come", b"room_may_come", "unchanged", b"unchanged", "writes", b"writes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["answer", b"answer", "coordinator", b"coordinator", "datasets", b"datasets", "disagreements", b"disagreements", "interval_s", b"interval_s", "kept", b"kept", "report", b"report", "resend", b"resend", "room_may_come", b"room_may_come", "unchanged", b"unchanged", "writes", b"writes"]) -> None: ...
 
 Global___HeartbeatResponse: typing_extensions.TypeAlias = HeartbeatResponse
 
@@ -2087,6 +2121,20 @@ class ReaderReport(google.protobuf.message.Message):
     AUDIT_FIELD_NUMBER: builtins.int
     NAMESPACE_FIELD_NUMBER: builtins.int
     PRINCIPAL_FIELD_NUMBER: builtins.int
+    VIEW_FIELD_NUMBER: builtins.int
+    VIEW_DIGEST_FIELD_NUMBER: builtins.int
+    SEED_FIELD_NUMBER: builtins.int
+    BATCH_SIZE_FIELD_NUMBER: builtins.int
+    ORDER_FIELD_NUMBER: builtins.int
+    FOLLOWS_FIELD_NUMBER: builtins.int
+    HOST_FIELD_NUMBER: builtins.int
+    PID_FIELD_NUMBER: builtins.int
+    PROCESS_FIELD_NUMBER: builtins.int
+    PROCESS_RANK_FIELD_NUMBER: builtins.int
+    NUM_PROCESSES_FIELD_NUMBER: builtins.int
+    ATTEMPT_FIELD_NUMBER: builtins.int
+    SENT_S_FIELD_NUMBER: builtins.int
+    END_FIELD_NUMBER: builtins.int
     job: builtins.str
     dataset: builtins.str
     fingerprint: builtins.str
@@ -2128,6 +2176,34 @@ class ReaderReport(google.protobuf.message.Message):
     namespace: builtins.str
     """Who sent it: the node that took the report sets both, whatever the reader wrote."""
     principal: builtins.str
+    view: builtins.str
+    """What the ranks of a job must agree on, beside world_size and fingerprint.
+    text of the view, cut; empty: each row once
+    """
+    view_digest: builtins.str
+    """of the whole view; empty: each row once"""
+    seed: builtins.str
+    """of the order; empty: the reader is of an earlier release"""
+    batch_size: builtins.int
+    order: builtins.str
+    """other options of the order, as text"""
+    follows: builtins.bool
+    """each epoch may have another version"""
+    host: builtins.str
+    """Who reads."""
+    pid: builtins.int
+    process: builtins.str
+    """random name of the training process, which DataLoader workers share"""
+    process_rank: builtins.int
+    """as the launcher numbers processes"""
+    num_processes: builtins.int
+    """of the launcher; 0: it did not say"""
+    attempt: builtins.str
+    """of the launcher, such as a number of restarts; empty: unknown"""
+    sent_s: builtins.float
+    """when the report was made, since the run began"""
+    end: Global___PassEnd.ValueType
+    """how the pass of this report ended"""
     @property
     def nodes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___NodeReads]:
         """those with most rows"""
@@ -2162,10 +2238,53 @@ class ReaderReport(google.protobuf.message.Message):
         audit: builtins.str = ...,
         namespace: builtins.str = ...,
         principal: builtins.str = ...,
+        view: builtins.str = ...,
+        view_digest: builtins.str = ...,
+        seed: builtins.str = ...,
+        batch_size: builtins.int = ...,
+        order: builtins.str = ...,
+        follows: builtins.bool = ...,
+        host: builtins.str = ...,
+        pid: builtins.int = ...,
+        process: builtins.str = ...,
+        process_rank: builtins.int = ...,
+        num_processes: builtins.int = ...,
+        attempt: builtins.str = ...,
+        sent_s: builtins.float = ...,
+        end: Global___PassEnd.ValueType = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["audit", b"audit", "batches", b"batches", "computed_s", b"computed_s", "dataset", b"dataset", "elapsed_s", b"elapsed_s", "epoch", b"epoch", "expires_s", b"expires_s", "failovers", b"failovers", "fetch_s", b"fetch_s", "fingerprint", b"fingerprint", "job", b"job", "local_bytes", b"local_bytes", "local_rows", b"local_rows", "namespace", b"namespace", "nodes", b"nodes", "num_steps", b"num_steps", "num_workers", b"num_workers", "principal", b"principal", "queue_depth", b"queue_depth", "rank", b"rank", "refetches", b"refetches", "rows", b"rows", "run", b"run", "step", b"step", "transform_s", b"transform_s", "waited_s", b"waited_s", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "audit", b"audit", "batch_size", b"batch_size", "batches", b"batches", "computed_s", b"computed_s", "dataset", b"dataset", "elapsed_s", b"elapsed_s", "end", b"end", "epoch", b"epoch", "expires_s", b"expires_s", "failovers", b"failovers", "fetch_s", b"fetch_s", "fingerprint", b"fingerprint", "follows", b"follows", "host", b"host", "job", b"job", "local_bytes", b"local_bytes", "local_rows", b"local_rows", "namespace", b"namespace", "nodes", b"nodes", "num_processes", b"num_processes", "num_steps", b"num_steps", "num_workers", b"num_workers", "order", b"order", "pid", b"pid", "principal", b"principal", "process", b"process", "process_rank", b"process_rank", "queue_depth", b"queue_depth", "rank", b"rank", "refetches", b"refetches", "rows", b"rows", "run", b"run", "seed", b"seed", "sent_s", b"sent_s", "step", b"step", "transform_s", b"transform_s", "view", b"view", "view_digest", b"view_digest", "waited_s", b"waited_s", "world_size", b"world_size"]) -> None: ...
 
 Global___ReaderReport: typing_extensions.TypeAlias = ReaderReport
+
+@typing.final
+class Disagreement(google.protobuf.message.Message):
+    """The result of the action "report", where the ranks of the job disagree."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: builtins.int
+    NAMESPACE_FIELD_NUMBER: builtins.int
+    IS_LATE_FIELD_NUMBER: builtins.int
+    TEXT_FIELD_NUMBER: builtins.int
+    run: builtins.str
+    """of the reader that is told"""
+    namespace: builtins.str
+    """of that reader"""
+    is_late: builtins.bool
+    """it began after the rank that it contradicts: it must stop"""
+    text: builtins.str
+    def __init__(
+        self,
+        *,
+        run: builtins.str = ...,
+        namespace: builtins.str = ...,
+        is_late: builtins.bool = ...,
+        text: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["is_late", b"is_late", "namespace", b"namespace", "run", b"run", "text", b"text"]) -> None: ...
+
+Global___Disagreement: typing_extensions.TypeAlias = Disagreement
 
 @typing.final
 class NodeReads(google.protobuf.message.Message):
@@ -2258,6 +2377,8 @@ class JobInfo(google.protobuf.message.Message):
     AUDITS_FIELD_NUMBER: builtins.int
     NAMESPACE_FIELD_NUMBER: builtins.int
     NUM_RANKS_FIELD_NUMBER: builtins.int
+    RANKS_DISAGREE_FIELD_NUMBER: builtins.int
+    END_FIELD_NUMBER: builtins.int
     name: builtins.str
     """NAMESPACE/NAME for a caller of another namespace"""
     dataset: builtins.str
@@ -2280,6 +2401,10 @@ class JobInfo(google.protobuf.message.Message):
     """of the readers"""
     num_ranks: builtins.int
     """that report"""
+    ranks_disagree: builtins.bool
+    """they read wrong rows; the verdict says why"""
+    end: Global___PassEnd.ValueType
+    """of a job that is not live; unspecified: a rank fell silent inside a pass"""
     @property
     def ranks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___RankInfo]:
         """those that wait most, by rank"""
@@ -2314,8 +2439,10 @@ class JobInfo(google.protobuf.message.Message):
         audits: collections.abc.Iterable[Global___AuditEntry] | None = ...,
         namespace: builtins.str = ...,
         num_ranks: builtins.int = ...,
+        ranks_disagree: builtins.bool = ...,
+        end: Global___PassEnd.ValueType = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["audits", b"audits", "dataset", b"dataset", "epoch", b"epoch", "fingerprint", b"fingerprint", "history", b"history", "live", b"live", "local_share", b"local_share", "name", b"name", "namespace", b"namespace", "nodes", b"nodes", "num_ranks", b"num_ranks", "num_steps", b"num_steps", "ranks", b"ranks", "rows_per_s", b"rows_per_s", "step", b"step", "verdict", b"verdict", "verdict_s", b"verdict_s", "wait_share", b"wait_share", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["audits", b"audits", "dataset", b"dataset", "end", b"end", "epoch", b"epoch", "fingerprint", b"fingerprint", "history", b"history", "live", b"live", "local_share", b"local_share", "name", b"name", "namespace", b"namespace", "nodes", b"nodes", "num_ranks", b"num_ranks", "num_steps", b"num_steps", "ranks", b"ranks", "ranks_disagree", b"ranks_disagree", "rows_per_s", b"rows_per_s", "step", b"step", "verdict", b"verdict", "verdict_s", b"verdict_s", "wait_share", b"wait_share", "world_size", b"world_size"]) -> None: ...
 
 Global___JobInfo: typing_extensions.TypeAlias = JobInfo
 

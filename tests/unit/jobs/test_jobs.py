@@ -72,7 +72,7 @@ def test_a_reader_without_reports_stops_and_its_job_is_forgotten_after_an_hour(
     clock.now += 16
     (job,) = jobs.jobs()
     assert not job.live
-    assert job.verdict == "stopped 16 s ago"
+    assert job.verdict == "stopped at step 50 of 1,000 of epoch 0, 16 s ago"
 
     clock.now += 3600
     jobs.apply([report(0, batches=50, job="other")])
@@ -80,6 +80,37 @@ def test_a_reader_without_reports_stops_and_its_job_is_forgotten_after_an_hour(
     assert [job.name for job in jobs.jobs()] == ["other"]
     with pytest.raises(DatasetNotFoundError, match=r"no reader of a job 'train' .* jobs: other"):
         jobs.jobs("train")
+
+
+@pytest.mark.parametrize(
+    ("ends", "said", "end"),
+    [
+        (("FINISHED", "FINISHED"), "finished epoch 4", "FINISHED"),
+        (("FINISHED", "STOPPED"), "stopped at step 9 of 1,000 of epoch 4", "STOPPED"),
+        (
+            ("STOPPED", "FAILED"),
+            "failed: rank 1 raised an error at step 9 of 1,000 of epoch 4",
+            "FAILED",
+        ),
+        (
+            ("UNSPECIFIED", "FAILED"),
+            "crashed or hangs: rank 0 was last heard of at step 9 of 1,000 of epoch 4",
+            "UNSPECIFIED",
+        ),
+    ],
+)
+def test_a_job_that_finished_and_one_that_crashed_are_told_apart(
+    jobs: Jobs, clock: Clock, ends: tuple[str, str], said: str, end: str
+) -> None:
+    for rank, of_rank in enumerate(ends):
+        number = pb.PassEnd.Value(f"PASS_END_{of_rank}")
+        jobs.apply([report(rank, batches=9, epoch=4, process=f"p-{rank}", end=number)])
+    clock.now += 16
+
+    (job,) = jobs.jobs()
+
+    assert (job.live, job.verdict) == (False, f"{said}, 16 s ago")
+    assert job.end == pb.PassEnd.Value(f"PASS_END_{end}")
 
 
 def test_a_restarted_rank_replaces_its_former_run_at_once(jobs: Jobs, clock: Clock) -> None:

@@ -59,6 +59,8 @@ PURE_MODULES = (
     "cache_server/sql/lineage.py",
     "cache_server/coordination/members/placement.py",
     "cache_server/coordination/versions/states.py",
+    "cache_server/jobs/agreement.py",
+    "cache_server/jobs/disagreements.py",
     "cache_server/jobs/history.py",
     "cache_server/jobs/ranks.py",
     "cache_server/jobs/shares.py",

@@ -76,6 +76,28 @@ def test_the_page_shows_jobs_and_the_ranks_of_the_one_that_is_asked_for() -> Non
     assert "no reader of a job &lt;b&gt; has reported" in page(replace(STATUS, cache=cache), "<b>")
 
 
+@pytest.mark.parametrize(
+    ("changes", "is_red"),
+    [
+        ({"verdict": "compute bound: no rank waits more than 5%"}, False),
+        ({"verdict": "ranks disagree: two processes are rank 0 of 1"}, True),
+        ({"live": False, "verdict": "finished epoch 4", "end": pb.PASS_END_FINISHED}, False),
+        ({"live": False, "verdict": "stopped at step 5", "end": pb.PASS_END_STOPPED}, False),
+        ({"live": False, "verdict": "failed: rank 0 raised", "end": pb.PASS_END_FAILED}, True),
+        ({"live": False, "verdict": "crashed or hangs", "end": pb.PASS_END_UNSPECIFIED}, True),
+    ],
+)
+def test_a_verdict_is_red_where_someone_must_act(changes: dict[str, object], is_red: bool) -> None:
+    shown = job(2, **changes)
+    shown.num_ranks = 1
+
+    html = page(replace(STATUS, cache=CacheStatus((), (), (shown,), (shown,))), "train")
+
+    assert "1 of 2" in html
+    for red in (f'<span class="bad">{shown.verdict}', f'<td class="bad">{shown.verdict}'):
+        assert (red in html) is is_red
+
+
 def test_the_page_has_no_script_and_asks_no_other_server() -> None:
     html = page(replace(STATUS, cache=CacheStatus((), (), (job(8),), (job(8),))), "train")
 

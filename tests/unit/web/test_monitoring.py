@@ -165,6 +165,7 @@ def test_a_running_job_has_metrics_and_one_that_is_over_has_none() -> None:
         "wait_ratio": 0.5,
         "local_ratio": 0.25,
         "epoch_ratio": 0.75,
+        "ranks_disagree": 0,
     }
     assert all(len(metrics()[f"data_cache_job_{name}"]) == 1 for name in found)
     (loaded,) = metrics()["data_cache_dataset_loaded_ratio"]

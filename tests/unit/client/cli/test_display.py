@@ -6,8 +6,9 @@ import math
 
 import pyarrow as pa
 import pytest
+from rich.console import Console
 
-from cache_client.cli import display
+from cache_client.cli import display, jobs_display
 from cache_client.control import forecast as control_forecast
 from cache_client.control import infos
 from cache_protocol.v1 import cache_pb2 as pb
@@ -147,3 +148,19 @@ def test_a_dataset_with_fewer_replicas_than_requested_shows_it(
 
     lines = capsys.readouterr().out.splitlines()
     assert [line.strip() for line in lines if "replicas" in line] == [shown]
+
+
+def test_top_says_that_it_waits_for_a_job_and_shows_bad_ends_in_red() -> None:
+    def shown(*jobs: pb.JobInfo, waits_for: str = "") -> str:
+        view = jobs_display.top_view([infos.job_info(job) for job in jobs], [], waits_for)
+        console = Console(force_terminal=True, color_system="standard", width=200)
+        with console.capture() as capture:
+            console.print(view)
+        return capture.get()
+
+    assert "waiting for the first report of job train" in shown(waits_for="train")
+    assert "no reader has reported lately" in shown()
+    for end in pb.PassEnd.values():
+        text = shown(pb.JobInfo(name="train", verdict="over", end=end))
+        is_bad = end in (pb.PASS_END_UNSPECIFIED, pb.PASS_END_FAILED)
+        assert ("\x1b[31mover" in text) is is_bad

@@ -431,3 +431,50 @@ def test_a_runtime_may_give_a_load_more_time(given: str | None, deadline_s: floa
 def test_a_deadline_that_is_no_number_of_seconds_is_quoted(given: str) -> None:
     with pytest.raises(ConfigError, match=rf"CACHE_READY_DEADLINE_S .*'{given}'"):
         job_ranks.find_ready_deadline_s(60.0, {"CACHE_READY_DEADLINE_S": given})
+
+
+# -- the job, and its processes --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "::1"])
+def test_ranks_that_meet_on_loopback_are_no_ranks_of_another_machine(
+    host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meets = {"MASTER_ADDR": host, "MASTER_PORT": "29500"}
+    monkeypatch.setattr(job_ranks.socket, "gethostname", lambda: "trainer-7")
+
+    assert job_ranks.find_job(environ=meets) == "trainer-7:29500"
+    assert job_ranks.find_job(environ={**meets, "MASTER_ADDR": "node-0"}) == "node-0:29500"
+    assert not job_ranks.is_of_one_process("node-0:29500")
+    assert job_ranks.is_of_one_process(job_ranks.find_job(environ={}))
+
+
+@pytest.mark.parametrize(
+    ("job", "environ", "attempt", "rank"),
+    [
+        ("train", {}, "", (0, 0)),
+        ("train", TORCHRUN, "", (3, 4)),
+        (
+            "train",
+            {**TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "2"},
+            "TORCHELASTIC_RESTART_COUNT=2",
+            (3, 4),
+        ),
+        ("slurm-5", {"SLURM_JOB_ID": "5", **SLURM, **STEP}, "SLURM_STEP_ID=0", (2, 6)),
+        ("train", {"SLURM_JOB_ID": "5"}, "", (0, 0)),
+        ("train", {"RANK": "1"}, "", (0, 0)),  # an argument says the rank
+    ],
+)
+def test_a_process_says_what_its_launcher_says(
+    job: str, environ: dict[str, str], attempt: str, rank: tuple[int, int]
+) -> None:
+    found = job_ranks.find_process(job, environ=environ)
+
+    assert (found.attempt, (found.rank, found.num_processes)) == (attempt, rank)
+    assert found == job_ranks.find_process(job, environ=environ)
+
+
+def test_processes_that_a_batch_script_starts_are_runs_of_their_own() -> None:
+    found = job_ranks.find_process("slurm-5", environ={"SLURM_JOB_ID": "5"})
+
+    assert found.attempt == found.name

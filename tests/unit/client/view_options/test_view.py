@@ -97,7 +97,7 @@ def test_two_options_are_refused_where_one_excludes_the_other() -> None:
 def test_none_and_a_default_stand_for_an_option_that_is_left_out() -> None:
     plain = options.View()
     assert options.View(**dict.fromkeys(GOOD)) == plain
-    assert (repr(plain), plain.short, plain.given()) == ("View()", "", {})
+    assert (repr(plain), plain.text, plain.given()) == ("View()", "", {})
     assert options.View(replacement=True, bucket_rows=1024) == plain
 
 
@@ -106,9 +106,32 @@ def test_row_ids_are_compared_by_their_numbers_and_printed_in_short() -> None:
     assert view == options.View(subset=np.arange(1_000_000, dtype=np.int32))
     assert view != options.View(subset=np.arange(1_000_000)[::-1])
     assert repr(view) == "View(subset=[0, 1, 2, 3, 4, 5, ...])"
-    assert len(options.View(where="a > 1 AND " * 500 + "b").short) < 510
+    assert len(options.View(where="a > 1 AND " * 500 + "b").text) < 510
 
 
 def test_an_unknown_option_gets_the_nearest_name() -> None:
     with pytest.raises(TypeError, match=r"View does not take wher\. wher: did you mean where\?"):
         options.View(wher="a")  # type: ignore[call-arg]
+
+
+def test_a_digest_tells_views_apart_also_where_their_texts_are_cut() -> None:
+    rows = np.arange(100_000)
+    codes = [lookups.Vocabulary([value]) for value in "xy"]
+    given: list[dict[str, Any]] = [
+        {},
+        {"where": "a > 1"},
+        {"where": "a > 2"},
+        {"subset": rows},
+        {"subset": rows[::-1]},
+        {"codes": {"a": codes[0]}},
+        {"codes": {"a": codes[1]}},
+        {"split": {"a": 0.5, "b": 0.5}, "part": "a"},
+        {"split": {"a": 0.5, "b": 0.4}, "part": "a"},
+    ]
+
+    digests = {options.View(**each).digest for each in given}
+
+    assert len(digests) == len(given)
+    assert options.View().digest == options.View().text == ""
+    assert options.View(subset=rows).digest == options.View(subset=rows.tolist()).digest
+    assert options.View(subset=rows).digest == options.View(subset=rows.astype(np.uint32)).digest
