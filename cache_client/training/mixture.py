@@ -37,9 +37,9 @@ from cache_client.views.mixing import (
     MixtureState,
     Stop,
     mixing,
-    whole_weights,
 )
 from cache_client.views.mixture_view import MixedSource, MixtureView
+from cache_client.views.patterns import whole_weights
 from cache_client.views.view import Samples, Shuffle
 from cache_protocol.datasets.values import is_text
 from cache_protocol.errors import ConfigError, checked

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 from cache_client.order import order as ordering
 from cache_client.order import permutation
-from cache_client.views import mixing, mixture_view
+from cache_client.views import mixing, mixture_view, patterns
 from cache_client.views import view as views_view
 from cache_protocol.errors import ConfigError
 
 Weights = tuple[int, ...]
-weights = st.lists(st.integers(0, 40), min_size=1, max_size=6).filter(any).map(mixing.whole_weights)
+weights = st.lists(st.integers(0, 40), min_size=1, max_size=6).filter(any).map(patterns.whole_weights)
 
 
 def run_of(changes: dict[int, Weights]) -> Iterator[tuple[int, int]]:
@@ -71,7 +71,7 @@ def located(
 def test_every_prefix_has_each_share_to_less_than_a_row_and_every_batch_to_less_than_two(
     w: Weights, data: st.DataObject
 ) -> None:
-    pattern = mixing.Pattern(w)
+    pattern = patterns.TablePattern(w)
     slots = np.arange(2 * pattern.size + 7)
     sources, rows = pattern.locate(slots)
     assert list(zip(sources.tolist(), rows.tolist(), strict=True)) == list(
@@ -196,10 +196,13 @@ def rows_of(
     view: mixture_view.MixtureView, found: mixing.Mixing, epoch: int
 ) -> list[tuple[int, int]]:
     """The reference: source and row id, each pass in its own plain order."""
+    seeds = [source.keyed(place).shuffle.seed for place, source in enumerate(view.sources)]
     rows = []
     for source, row in located(found, epoch):
         of_pass, slot = divmod(row, found.rows[source])
-        order = ordering.EpochOrder(found.rows[source], shuffle=True, seed=source, epoch=of_pass)
+        order = ordering.EpochOrder(
+            found.rows[source], shuffle=True, seed=seeds[source], epoch=of_pass
+        )
         rows.append((source, int(order.row_ids(np.array([slot]))[0])))
     return rows
 
@@ -266,24 +269,12 @@ def test_samples_of_several_rows_keep_the_order_of_the_slots() -> None:
     assert samples.skipped.tolist() == [r % (5, 4)[s] % 3 for s, r in located(found, 0)]
 
 
-def test_decimal_weights_are_exact_and_others_are_rounded_by_a_little() -> None:
-    assert mixing.whole_weights([0.7, 0.3]) == (7, 3)
-    assert mixing.whole_weights([np.float64(0.25), 0, 1]) == (1, 0, 4)
-    rng = np.random.default_rng(0)
-    for size, most in ((2, 1e-6), (3, 1e-4), (10, 0.02)):
-        given_weights = np.exp(rng.normal(0, 1, size)).tolist()
-        found = np.array(mixing.whole_weights(given_weights))
-        assert found.sum() <= mixing.MAX_PATTERN
-        errors = found / found.sum() / (np.array(given_weights) / sum(given_weights)) - 1
-        assert abs(errors).max() < most
-
-
 @pytest.mark.parametrize(
     "bad", [[0, 0.0], [-1, 2], [float("nan")], [float("inf"), 1], ["1"], [True]]
 )
 def test_bad_weights_are_quoted(bad: list[float]) -> None:
     with pytest.raises(ValueError, match=r"weights? must"):
-        mixing.whole_weights(bad)
+        patterns.whole_weights(bad)
 
 
 def test_an_epoch_that_never_ends_is_refused() -> None:
