@@ -174,9 +174,9 @@ class TreePattern:
 
     The sources are the leaves of Huffman's tree of their weights (1952). Each of its nodes divides
     its slots in two by rounding: of its first i slots, the rarer half has ``i * share``, rounded.
-    So a source is off by at most ``1/2 * (1 + sum of weight / weight of ancestor)``, over its
-    ancestors below the root. The weights of a chain of ancestors grow at least as Fibonacci's
-    numbers, so this is less than 1.2 rows, and half a row for two sources.
+    So a source of weight w is off by at most ``1/2 + sum(w / (2 * weight of ancestor))`` rows, over
+    its ancestors below the root. These weigh at least w, 2w, 3w, 5w and so on, as Fibonacci's
+    numbers, so this is less than 1.7 rows. Of two sources, each is off by at most half a row.
 
     Shares are exact if the whole weights have a sum of at most 2**30, else to one part in 10**9.
     """

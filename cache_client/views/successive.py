@@ -103,9 +103,7 @@ def _first_clocks(
     return found
 
 
-def _times(
-    rows: npt.NDArray[np.uint64], weights: _Weights, key: int
-) -> _Floats:
+def _times(rows: npt.NDArray[np.uint64], weights: _Weights, key: int) -> _Floats:
     """When the clock of each row rings: infinite for a weight of 0.
 
     Args:

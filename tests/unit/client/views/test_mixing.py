@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from itertools import accumulate, islice, pairwise
+from itertools import accumulate, combinations, islice, pairwise
 
 import numpy as np
 import pytest
@@ -15,12 +15,14 @@ from hypothesis import strategies as st
 
 from cache_client.order import order as ordering
 from cache_client.order import permutation
-from cache_client.views import mixing, mixture_view, patterns
+from cache_client.views import mixing, mixture_view, patterns, rows_view, sampling, shared_array
 from cache_client.views import view as views_view
 from cache_protocol.errors import ConfigError
 
 Weights = tuple[int, ...]
-weights = st.lists(st.integers(0, 40), min_size=1, max_size=6).filter(any).map(patterns.whole_weights)
+weights = (
+    st.lists(st.integers(0, 40), min_size=1, max_size=6).filter(any).map(patterns.whole_weights)
+)
 
 
 def run_of(changes: dict[int, Weights]) -> Iterator[tuple[int, int]]:
@@ -176,6 +178,54 @@ def test_a_change_on_the_way_loses_and_repeats_no_row_and_leaves_what_was_before
         for source, share in enumerate(shares):
             counts = list(accumulate(s == source for s, _ in new[kept : kept + 20]))
             assert all(abs(n - i * share) < 1 for i, n in enumerate(counts, 1))
+
+
+@given(st.integers(1, 200), stops, st.sampled_from([(5, 2, 1), (10**9, 10**7, 1)]))
+@settings(max_examples=8)
+def test_a_random_draw_leaves_the_order_of_each_source_alone(
+    small: int, stop: mixing.Stop | int, weights: Weights
+) -> None:
+    rows = (9_000, small, 1)
+    found = mixing.mixing(rows, [(0, weights), (5_000, (1, 1, 1))], stop=stop, draw="random")
+    next_row = [0] * len(rows)
+    for epoch in range(2 if isinstance(stop, str) else 300):
+        if found.num_slots(epoch) > 200_000:
+            return  # a source that comes once in 10**9 slots
+        for source, row in located(found, epoch):
+            assert row == next_row[source]
+            next_row[source] += 1
+
+
+def test_sources_of_one_size_are_shuffled_apart_also_where_they_are_one_dataset() -> None:
+    names = [("x", "same"), ("y", "same"), ("z", "other")]
+    shuffle = views_view.Shuffle(True)
+    labels, w = np.arange(60) % 3, np.arange(60)
+    classes, starts = (shared_array.SharedArray(each) for each in sampling.class_table(labels))
+    table = shared_array.SharedArray(sampling.weight_table(w, replacement=True)[0])
+    plain = views_view.PlainView(60)
+    kinds: list[views_view.SlotView] = [
+        plain,
+        sampling.EpochRowsView(plain, 50, shuffle),
+        sampling.BalancedView(plain, classes, starts, "label", 60, shuffle),
+        sampling.WeightedView(plain, table, "w", True, 60, 0),
+        sampling.EpochRowsView(rows_view.rows_in_order("ids", np.arange(60), 60), 50, shuffle),
+    ]
+    for kind in kinds:
+        found = mixing.mixing([kind.num_slots(0)] * 3, [(0, (1, 1, 1))], stop="all_exhausted")
+        sources = tuple(
+            mixture_view.MixedSource(name, print_, 60, kind, shuffle) for name, print_ in names
+        )
+        view = mixture_view.MixtureView(sources, found)
+        samples = view.samples(np.arange(found.num_slots(0)), 0)
+        passes = [samples.row_ids[samples.sources == s] - 60 * s for s in range(3)]
+        for one, other in combinations(passes, 2):
+            assert np.mean(one == other) < 0.2
+        renamed = (replace(sources[0], name="other"), *sources[1:])
+        other_view = mixture_view.MixtureView(renamed, found)
+        row_ids = other_view.samples(np.arange(found.num_slots(0)), 0).row_ids
+        assert np.mean((row_ids == samples.row_ids)[samples.sources == 0]) < 0.2
+        kept = samples.sources != 0
+        assert (row_ids == samples.row_ids)[kept].all()
 
 
 def view_of(found: mixing.Mixing, *, shuffle: bool = True) -> mixture_view.MixtureView:
