@@ -127,17 +127,17 @@ def p_value(counts: Counter[Outcome], theory: Theory, features: Features) -> flo
     probability = np.array([theory[outcome] for outcome in outcomes])
     epochs = counts.total()
     mean = matrix @ probability
-    covariance = (matrix * probability) @ matrix.T - np.outer(mean, mean)
     off = matrix @ np.array([counts[outcome] for outcome in outcomes]) - epochs * mean
-    values, vectors = np.linalg.eigh(covariance)
-    kept = values > 1e-9 * values.max()
-    distance = float((((vectors.T @ off)[kept] ** 2) / values[kept]).sum()) / epochs
-    return float(
-        torch.special.gammaincc(
-            torch.tensor(np.count_nonzero(kept) / 2, dtype=torch.float64),
-            torch.tensor(distance / 2, dtype=torch.float64),
-        )
-    )
+    if (matrix.sum(axis=0) == 1).all():  # Pearson's: the form below, without its covariances
+        distance, freedom = float((off**2 / mean).sum()) / epochs, len(names) - 1
+    else:
+        covariance = (matrix * probability) @ matrix.T - np.outer(mean, mean)
+        values, vectors = np.linalg.eigh(covariance)
+        kept = values > 1e-9 * values.max()
+        distance = float((((vectors.T @ off)[kept] ** 2) / values[kept]).sum()) / epochs
+        freedom = int(np.count_nonzero(kept))
+    halves = torch.tensor([freedom / 2, distance / 2], dtype=torch.float64)
+    return float(torch.special.gammaincc(halves[0], halves[1]))
 
 
 def share_errors() -> Iterator[tuple[list[float], float]]:

@@ -54,10 +54,10 @@ def _reduced(numbers: Sequence[int]) -> list[int]:
 
 
 def _fraction(weight: object) -> Fraction:
-    if isinstance(weight, (int, float, np.integer, np.floating)) and not isinstance(weight, bool):
-        number = float(weight)
-        if math.isfinite(number) and number >= 0:
-            return Fraction(int(weight)) if number == int(weight) else Fraction(repr(number))
+    if isinstance(weight, int | np.integer) and not isinstance(weight, bool) and weight >= 0:
+        return Fraction(int(weight))
+    if isinstance(weight, float | np.floating) and math.isfinite(weight) and weight >= 0:
+        return Fraction(str(weight))
     raise ValueError(f"a weight must be a finite number, at least 0, got {weight!r}")
 
 

@@ -53,6 +53,8 @@ def test_decimal_weights_are_exact_and_those_above_0_stay_above_0() -> None:
     assert patterns.whole_weights([0.7, 0.3]) == (7, 3)
     assert patterns.whole_weights([np.float64(0.25), 0, 1]) == (1, 0, 4)
     assert patterns.whole_weights([1 / 3, 2 / 3]) == (1, 2)
+    assert patterns.whole_weights([np.float32(0.7), 0.3]) == (7, 3)
+    assert patterns.whole_weights([2**53 + 1, np.int64(2**53 + 2)]) == (2**53 + 1, 2**53 + 2)
     for weights in ([1e-300, 1], [1e300, 1], [10**30, 1], [1e-300, 1e-9, 1]):
         whole = patterns.whole_weights(weights)
         assert sum(whole) <= patterns.MAX_SUM and all(whole)
