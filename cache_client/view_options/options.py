@@ -229,8 +229,9 @@ class View:
 
     epoch_rows: int | None = _option(_integer(1, _MAX_EPOCH_ROWS))
     """Samples of an epoch. Default: the number of rows; with ``replacement=False`` the sum of the
-    weights by the largest one, and at most the number of weights above 0. With ``per_class`` the next lower multiple of the number of classes.
-    Without weights and classes, epochs go on where the one before ended."""
+    weights by the largest one, and at most the number of weights above 0. With ``per_class`` the
+    next lower multiple of the number of classes. Without weights and classes, epochs go on where
+    the one before ended."""
 
     pack: str | None = _option(
         _text("the name of a column"),

@@ -74,8 +74,10 @@ def make_sampling(
         return WeightedView(inner, SharedArray(table), name, replacement, chosen, shuffle.seed)
     if options.per_class is not None:
         name = options.per_class
-        found = without_nan(as_keys(values(as_sql(name, columns))))
-        labels = _labels(name, of_slots(codes_of(f"per_class={name!r}", found), inner))
+        found = as_keys(values(as_sql(name, columns)))
+        missing = "null or NaN" if pa.types.is_floating(found.type) else "null"
+        codes = codes_of(f"per_class={name!r}", without_nan(found))
+        labels = _labels(name, of_slots(codes, inner), missing)
         slots, starts = class_table(labels)
         chosen = epoch_rows or size
         view = BalancedView(inner, SharedArray(slots), SharedArray(starts), name, chosen, shuffle)
@@ -111,12 +113,12 @@ def _weights(name: str, found: pa.Array) -> Weights:
     return weights
 
 
-def _labels(name: str, found: pa.Array) -> Int64Array:
+def _labels(name: str, found: pa.Array, missing: str) -> Int64Array:
     """The class of each slot, numbered by first appearance."""
     if found.null_count:
         raise ConfigError(
-            f"per_class={name!r} is missing, null or NaN, in {found.null_count} of {len(found)} "
-            f"rows: leave them out by where, or give them a class by coalesce or nanvl"
+            f"per_class={name!r} is {missing} in {found.null_count} of {len(found)} rows: leave "
+            f"them out by where, or give them a class by coalesce or nanvl"
         )
     if not len(found):
         return np.empty(0, np.int64)
