@@ -5,7 +5,7 @@
 The suite looks at hundreds of epochs; `make soak-draws` at 10,000. Each line has a p-value: the
 chance that true randomness is farther from theory. Ends with 1 if one is not between 0.001 and
 0.999, or a share of a mixture is off by one part in 10,000. A bad p-value of one seed may be
-chance; of several seeds it is none.
+chance, those of several seeds are not.
 """
 
 from __future__ import annotations
@@ -331,7 +331,7 @@ def _mixtures(seed: int) -> Iterator[Trial]:
 
 
 def _without_replacement(order: Sequence[int], *left: int) -> float:
-    """The probability of an order of sources, of which so many slots are left."""
+    """The probability of an order of sources that have these numbers of slots left."""
     slots, chance = list(left), 1.0
     for source in order:
         chance *= slots[source] / sum(slots)

@@ -61,19 +61,22 @@ class MixedSource:
 class MixtureView:
     """The slots of a mixture -> rows of its sources.
 
-    Each source has permutations and draws of its own: their seed is made of its place and its name.
+    Each source has other permutations and draws: their seed is made of its place and its name.
     The row ids of the sources are joined: those of a source begin where the version of the source
     before it ends.
 
     Args:
         sources: at least one; passes over each have the same number of slots.
         mixing: slots -> sources.
+
+    Attributes:
+        keyed_sources: the sources as they are read, see `MixedSource.keyed`.
     """
 
     sources: tuple[MixedSource, ...]
     mixing: Mixing
     first_rows: tuple[int, ...] = field(init=False)
-    _keyed: tuple[MixedSource, ...] = field(init=False, repr=False, compare=False)
+    keyed_sources: tuple[MixedSource, ...] = field(init=False, repr=False, compare=False)
     orders_rows: bool = field(default=True, init=False)
     epochs: Epochs = field(default="any size", init=False)
 
@@ -81,7 +84,7 @@ class MixtureView:
         ends = np.cumsum([0, *(source.num_rows for source in self.sources)])
         object.__setattr__(self, "first_rows", tuple(ends[:-1].tolist()))
         keyed = tuple(source.keyed(place) for place, source in enumerate(self.sources))
-        object.__setattr__(self, "_keyed", keyed)
+        object.__setattr__(self, "keyed_sources", keyed)
 
     @property
     def identity(self) -> str:
@@ -95,7 +98,7 @@ class MixtureView:
     @property
     def num_bytes(self) -> int:
         """Memory of its tables and of those of the sources."""
-        return self.mixing.num_bytes + sum(source.view.num_bytes for source in self._keyed)
+        return self.mixing.num_bytes + sum(source.view.num_bytes for source in self.keyed_sources)
 
     @property
     def rows_per_slot(self) -> float:
@@ -157,7 +160,7 @@ class MixtureView:
 
     def _samples(self, number: int, slots: Int64Array, of_pass: int) -> Samples:
         """Samples of one pass over a source, with joined row ids."""
-        found = self._keyed[number].samples(slots, of_pass)
+        found = self.keyed_sources[number].samples(slots, of_pass)
         row_ids = _pool(len(found.row_ids), np.int64)
         np.add(found.row_ids, self.first_rows[number], out=row_ids)
         return replace(found, row_ids=row_ids)

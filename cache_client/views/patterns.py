@@ -178,7 +178,7 @@ class TreePattern:
     its ancestors below the root. These weigh at least w, 2w, 3w, 5w and so on, as Fibonacci's
     numbers, so this is less than 1.7 rows. Of two sources, each is off by at most half a row.
 
-    Shares are exact if the whole weights have a sum of at most 2**30, else to one part in 10**9.
+    Shares are exact if the whole weights have a sum of at most 2**31, else to one part in 10**9.
     """
 
     num_bytes = 0
