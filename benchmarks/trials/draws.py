@@ -183,7 +183,7 @@ def _once(seed: int) -> Iterator[Trial]:
         "3 rows once, in order",
         lambda epoch: tuple(_rows(view, Shuffle(True, None, seed), epoch)),
         orders,
-        {"row of each slot": _places, "orders": lambda order: [order]},  # type: ignore[dict-item]
+        {"row of each slot": _places, "orders": lambda order: [order]},
     )
 
 

@@ -12,6 +12,7 @@ bit. A library's logarithm is not the same on every processor, and two ranks mus
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any, Final
 
 import numpy as np
@@ -25,6 +26,7 @@ _Floats = npt.NDArray[np.float64]
 _BLOCK_ROWS: Final = 8_192  # the arrays of one block stay in the processor's cache
 _PROBE_ROWS: Final = 65_536
 _PROBE_DEVIATIONS: Final = 6  # beyond which one sample in 10**9 lies
+_LAST_TIME: Final = sys.float_info.max  # before that of a weight of 0
 _LOG_2: Final = 0.6931471805599453
 _ONE_BITS: Final = 0x3FF0000000000000  # of 1.0
 _ROOT_BITS: Final = 0x3FE6A09E667F3BCD  # of the root of 1/2
@@ -35,7 +37,7 @@ def successive_sample(
 ) -> npt.NDArray[np.unsignedinteger[Any]]:
     """Which rows are drawn, ascending.
 
-    One pass over the weights takes about 20 ns a row. Its memory is the result, and 2% of the rows
+    One pass over the weights takes 40 to 50 ns a row. Its memory is the result, and 2% of the rows
     for a moment: where the last drawn clock rings is known from a part of the rows, and only the
     times near it are compared.
 
@@ -49,7 +51,7 @@ def successive_sample(
     """
     chosen = _first_clocks(weights, count, key, *_probe(weights, count, key))
     if chosen is None:  # the part was not like the whole
-        chosen = _first_clocks(weights, count, key, 0.0, math.inf)
+        chosen = _first_clocks(weights, count, key, 0.0, _LAST_TIME)
     assert chosen is not None
     return chosen
 
@@ -58,7 +60,7 @@ def _probe(weights: _Weights, count: int, key: int) -> tuple[float, float]:
     """Times between which the last drawn clock rings, almost surely."""
     size = len(weights)
     if size <= 2 * _PROBE_ROWS:
-        return 0.0, math.inf
+        return 0.0, _LAST_TIME
     rows = Permutation(size, seed=0, epoch=0).apply(np.arange(_PROBE_ROWS))
     times = np.sort(_times(rows.astype(np.uint64), weights[rows], key))
     share = count / size
@@ -66,7 +68,7 @@ def _probe(weights: _Weights, count: int, key: int) -> tuple[float, float]:
     first, last = math.floor(_PROBE_ROWS * share - off), math.ceil(_PROBE_ROWS * share + off)
     return (
         float(times[first]) if first >= 0 else 0.0,
-        float(times[last]) if last < _PROBE_ROWS else math.inf,
+        min(float(times[last]), _LAST_TIME) if last < _PROBE_ROWS else _LAST_TIME,
     )
 
 
@@ -81,15 +83,13 @@ def _first_clocks(
     for start in range(0, size, _BLOCK_ROWS):
         of_block = weights[start : start + _BLOCK_ROWS]
         times = _times(np.arange(start, start + len(of_block), dtype=np.uint64), of_block, key)
-        rows = np.flatnonzero((times <= high) & (times < math.inf))
-        times = times[rows]
-        is_near = times >= low
-        near.append(rows[is_near] + start)
-        near_times.append(times[is_near])
-        rows = rows[~is_near] + start
+        rows = np.flatnonzero((times >= low) & (times <= high))
+        near.append(rows + start)
+        near_times.append(times[rows])
+        rows = np.flatnonzero(times < low)
         if filled + len(rows) > count:
             return None
-        found[filled : filled + len(rows)] = rows
+        np.add(rows, start, out=found[filled : filled + len(rows)], casting="unsafe")
         filled += len(rows)
     rows, times, missing = np.concatenate(near), np.concatenate(near_times), count - filled
     if missing > len(rows):
@@ -112,7 +112,7 @@ def _times(rows: npt.NDArray[np.uint64], weights: _Weights, key: int) -> _Floats
     rows += np.uint64(1)
     times = exponential(splitmix64(rows, key))
     with np.errstate(divide="ignore"):
-        times /= weights
+        times /= weights.astype(np.float64)
     return times
 
 
