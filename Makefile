@@ -32,7 +32,7 @@ PEERS_STAMP := $(PEERS)/.installed
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-frameworks floor e2e soak soak-writes fuzz soak-queries soak-texts damage writers large \
+.PHONY: help demo test test-frameworks floor e2e soak soak-writes fuzz soak-queries soak-draws soak-texts damage writers large \
 	check format docs images bench bench-quick proto venv clean
 
 help:  ## show the targets
@@ -65,6 +65,9 @@ fuzz: $(WITH)test  ## send a million malformed calls to a node with tokens; 20 m
 
 soak-queries: $(WITH)test  ## compare 30,000 generated queries and columns with other engines; 15 minutes, ARGS="--seed 1"
 	$(BIN)/python -m benchmarks.trials.differential $(ARGS)
+
+soak-draws: $(WITH)test  ## compare draws and shuffles of 10,000 epochs with theory; 2 minutes, ARGS="--seed 1"
+	$(BIN)/python -m benchmarks.trials.draws $(ARGS)
 
 damage: $(WITH)test  ## load 20,000 damaged files: no process ends, each is named; ARGS="--seed 1"
 	$(BIN)/python -m benchmarks.trials.damaged_files $(ARGS)

@@ -37,9 +37,9 @@ from cache_client.views.mixing import (
     MixtureState,
     Stop,
     mixing,
-    whole_weights,
 )
 from cache_client.views.mixture_view import MixedSource, MixtureView
+from cache_client.views.patterns import whole_weights
 from cache_client.views.view import Samples, Shuffle
 from cache_protocol.datasets.values import is_text
 from cache_protocol.errors import ConfigError, checked
@@ -84,16 +84,18 @@ class CacheMixture(RankBatches):
         sources: name -> a dataset and its weight. The datasets say which columns and rows are read,
             and in which order (``shuffle``, ``seed``). They must have the same columns and types,
             and the same arguments for batches, ranks and jobs, which the mixture takes over:
-            ``batch_size``, ``rank``, ``batch_format``, ``transform`` and others. Weights are
-            relative: 0.7 and 0.3 are 7 and 3. They are exact if whole numbers with a sum of at most
-            65,536 express them, else rounded to such.
+            ``batch_size``, ``rank``, ``batch_format``, ``transform`` and others. Each source is
+            shuffled by its seed, place and name. Weights are relative: 0.7 and 0.3 are 7 and 3.
+            Shares are exact to one part in 10**9.
         stop: where an epoch ends. ``first_exhausted``: when a source is the first to have given all
             rows of a further pass. ``all_exhausted``: when the last one has. A number: after so
             many steps. A state keeps the rows of such an epoch, so with another batch size it has
             another number of steps.
         draw: ``stratified``: of any first n rows, each source has its share, to less than one row;
-            of any n consecutive rows, such as a batch, to less than two. ``random``: the sources of
-            each 4,096 consecutive slots are shuffled by ``seed``.
+            of any n consecutive rows, such as a batch, to less than two. With weights that are no
+            whole numbers with a sum of at most 65,536, these are two and four. ``random``: the
+            sources of each 4,096 consecutive slots are shuffled by ``seed``; each keeps the order
+            of its rows.
         seed: of the random draw; you must use the same on all ranks.
         weights_at: step -> name -> weight: other weights from that step on. Steps count from the
             begin of epoch 0 on, each ``world_size * batch_size`` rows.

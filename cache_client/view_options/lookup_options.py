@@ -32,7 +32,7 @@ from cache_client.view_options.lookups import (
 )
 from cache_client.view_options.options import View
 from cache_client.views.shared_array import SharedArray
-from cache_client.views.view import SlotView, quoted
+from cache_client.views.view import SlotView, as_keys, quoted
 from cache_protocol.errors import ConfigError
 
 _FETCHED_ROWS: Final = 65_536  # of a joined dataset, at once
@@ -98,9 +98,8 @@ def make_lookups(
 
 
 def _values(column: str, version: VersionNodes) -> pa.ChunkedArray:
-    """The values of a column; half floats, which Arrow does not look up, as floats."""
-    found = row_values(version, quoted(column))
-    return found.cast(pa.float32()) if pt.is_float16(found.type) else found
+    found: pa.ChunkedArray = as_keys(row_values(version, quoted(column)))
+    return found
 
 
 def _codes(column: str, rule: Rule, found: pa.ChunkedArray) -> CodesLookup:

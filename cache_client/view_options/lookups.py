@@ -21,6 +21,7 @@ from cache_client.job.arguments import are_names
 from cache_client.order.permutation import Int64Array
 from cache_client.reading.rows import Rows
 from cache_client.views.shared_array import SharedArray
+from cache_client.views.view import as_keys
 from cache_protocol.errors import ConfigError
 from cache_protocol.storage.flat_columns import Bits, nodes
 from cache_protocol.storage.layout import Layout, pool_matrix
@@ -50,7 +51,7 @@ class Vocabulary:
 
     def __init__(self, values: Iterable[Any] | pa.Array) -> None:
         try:
-            array: Any = values if isinstance(values, pa.Array) else pa.array(list(values))
+            array = _array(values)
         except (pa.ArrowException, TypeError) as error:
             raise ConfigError(f"a vocabulary has values of one type: {error}") from None
         counts = pc.value_counts(array)
@@ -89,7 +90,7 @@ class Vocabulary:
         Raises:
             ConfigError: the values are of another kind; quotes the types and the first value.
         """
-        array: Any = values if isinstance(values, pa.Array) else pa.array(list(values))
+        array = _array(values)
         if not array.null_count == len(array) and not comparable(array.type, self.values.type):
             raise ConfigError(
                 f"a vocabulary of {self.values.type} has no codes for {array.type}, got "
@@ -103,7 +104,7 @@ class Vocabulary:
         Raises:
             ConfigError: as `encode`.
         """
-        array: Any = values if isinstance(values, pa.Array) else pa.array(list(values))
+        array = _array(values)
         new = array.filter(pa.array(self.encode(array) == 0)).drop_null().unique()
         return Vocabulary([*self.values.to_pylist(), *new.to_pylist()])
 
@@ -122,6 +123,11 @@ class Vocabulary:
             pc.if_else(pc.less(indices, 0), None, indices)
         ).to_pylist()
         return decoded
+
+
+def _array(values: Iterable[Any] | pa.Array) -> Any:
+    """Keys as an Arrow array."""
+    return as_keys(values if isinstance(values, pa.Array) else pa.array(list(values)))
 
 
 @dataclass(frozen=True)

@@ -219,18 +219,20 @@ class View:
     proportion. A row of weight 0 never comes. The client keeps 8 bytes a row."""
 
     replacement: bool = _option(flag_problems, default=True, needs=("weights",))
-    """True: each sample draws a row anew. False: an epoch has a row at most once; how often epochs
-    have it is in proportion to its weight."""
+    """True: each sample draws a row anew. False: each epoch draws its rows anew, one after the
+    other, each in proportion to the weights of those left. Each process that reads keeps 4 bytes
+    more for each row of the last two epochs."""
 
     per_class: str | None = _option(_text("the name of a column or SQL"))
     """A column, or SQL, of a class: all classes come equally often, in every run of as many samples
-    as there are classes. A class gives all its rows before it repeats one, over epochs too. The
-    client keeps 4 bytes a row."""
+    as there are classes. A class gives all its rows before it repeats one, over epochs too. A null
+    or NaN is no class, and -0.0 is that of 0.0. The client keeps 4 bytes a row."""
 
     epoch_rows: int | None = _option(_integer(1, _MAX_EPOCH_ROWS))
-    """Samples of an epoch. Default: the number of rows; with ``replacement=False`` as many as the
-    largest weight allows. With ``per_class`` the next lower multiple of the number of classes.
-    Without weights and classes, epochs go on where the one before ended."""
+    """Samples of an epoch. Default: the number of rows; with ``replacement=False`` the sum of the
+    weights by the largest one, and at most the number of weights above 0. With ``per_class`` the
+    next lower multiple of the number of classes. Without weights and classes, epochs go on where
+    the one before ended."""
 
     pack: str | None = _option(
         _text("the name of a column"),

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from cache_client.order.permutation import Int64Array
 from cache_client.view_options.options import View
@@ -14,11 +15,20 @@ from cache_client.views.sampling import (
     BalancedView,
     EpochRowsView,
     WeightedView,
+    Weights,
     class_table,
     weight_table,
 )
 from cache_client.views.shared_array import SharedArray
-from cache_client.views.view import Shuffle, SlotView, as_sql, codes_of, of_slots
+from cache_client.views.view import (
+    Shuffle,
+    SlotView,
+    as_keys,
+    as_sql,
+    codes_of,
+    of_slots,
+    without_nan,
+)
 from cache_protocol.errors import ConfigError
 
 
@@ -54,19 +64,20 @@ def make_sampling(
         name = options.weights
         weights = _weights(name, of_slots(values(as_sql(name, columns)), inner))
         replacement = options.replacement
-        ends, most = weight_table(weights, replacement=replacement, seed=shuffle.seed)
-        if not replacement and (epoch_rows or 0) > most and size:
+        table, even, positive = weight_table(weights, replacement=replacement)
+        if not replacement and (epoch_rows or 0) > positive and size:
             raise ConfigError(
-                f"epoch_rows={epoch_rows} would take the row of the largest weight more than once: "
-                f"give at most {most}, or replacement=True"
+                f"epoch_rows={epoch_rows} without replacement needs as many rows of a weight above "
+                f"0, and there are {positive}: give at most {positive}, or replacement=True"
             )
-        chosen = epoch_rows or (size if replacement else most)
-        return WeightedView(inner, SharedArray(ends), name, replacement, chosen, shuffle.seed)
+        chosen = epoch_rows or (size if replacement else even)
+        return WeightedView(inner, SharedArray(table), name, replacement, chosen, shuffle.seed)
     if options.per_class is not None:
         name = options.per_class
-        labels = _labels(
-            name, of_slots(codes_of(f"per_class={name!r}", values(as_sql(name, columns))), inner)
-        )
+        found = as_keys(values(as_sql(name, columns)))
+        missing = "null or NaN" if pa.types.is_floating(found.type) else "null"
+        codes = codes_of(f"per_class={name!r}", without_nan(found))
+        labels = _labels(name, of_slots(codes, inner), missing)
         slots, starts = class_table(labels)
         chosen = epoch_rows or size
         view = BalancedView(inner, SharedArray(slots), SharedArray(starts), name, chosen, shuffle)
@@ -81,16 +92,17 @@ def make_sampling(
     return inner
 
 
-def _weights(name: str, found: pa.Array) -> np.ndarray[Any, np.dtype[np.float64]]:
+def _weights(name: str, found: pa.Array) -> Weights:
+    """Weights as they are: integers of 64 bits have no place in a double."""
     option = f"weights={name!r}"
     if not len(found):
         return np.empty(0)
     kind = found.type
     if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind)):
         raise ConfigError(f"{option} must give numbers, got {kind}")
-    filled = found.cast(pa.float64()).fill_null(np.nan)
-    weights: np.ndarray[Any, np.dtype[np.float64]] = filled.to_numpy(zero_copy_only=False).copy()
-    bad = np.flatnonzero(~((weights >= 0) & (weights < np.inf)))
+    values = found if pa.types.is_integer(kind) else found.cast(pa.float64())
+    weights: Weights = values.fill_null(0).to_numpy(zero_copy_only=False)
+    bad = np.flatnonzero(~((weights >= 0) & (weights < np.inf)) | _are_null(found))
     if len(bad):
         raise ConfigError(
             f"{option} must give finite numbers of at least 0, got {found[int(bad[0])].as_py()!r} "
@@ -101,14 +113,19 @@ def _weights(name: str, found: pa.Array) -> np.ndarray[Any, np.dtype[np.float64]
     return weights
 
 
-def _labels(name: str, found: pa.Array) -> Int64Array:
+def _labels(name: str, found: pa.Array, missing: str) -> Int64Array:
     """The class of each slot, numbered by first appearance."""
     if found.null_count:
         raise ConfigError(
-            f"per_class={name!r} is null in {found.null_count} of {len(found)} rows: leave them "
-            f"out by where, or give them a class by coalesce"
+            f"per_class={name!r} is {missing} in {found.null_count} of {len(found)} rows: leave "
+            f"them out by where, or give them a class by coalesce or nanvl"
         )
     if not len(found):
         return np.empty(0, np.int64)
     _, labels = np.unique(found.to_numpy(zero_copy_only=False), return_inverse=True)
     return labels.astype(np.int64, copy=False)
+
+
+def _are_null(found: pa.Array) -> npt.NDArray[np.bool_]:
+    nulls: npt.NDArray[np.bool_] = pc.is_null(found).to_numpy(zero_copy_only=False)
+    return nulls

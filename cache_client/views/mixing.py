@@ -10,17 +10,17 @@ Any slot is computed alone. Weights may change on the way: a change keeps the co
 
 from __future__ import annotations
 
-import heapq
-import math
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 
-from cache_client.order.permutation import MAX_ROWS, Int64Array, Permutation, checked_integer
+from cache_client.order.permutation import MAX_ROWS, Int64Array, checked_integer, splitmix64
+from cache_client.views.patterns import MAX_SUM, pattern_of
 from cache_client.views.view import IntArray
 from cache_protocol.errors import ConfigError
 
@@ -29,138 +29,8 @@ Stop = Literal["first_exhausted", "all_exhausted"]
 DRAWS: Final = ("stratified", "random")
 STOPS: Final = ("first_exhausted", "all_exhausted")
 
-MAX_PATTERN: Final = 65_536
-"""Most slots of a pattern. Weights that need more are rounded to the nearest that do not."""
-
 BLOCK_SLOTS: Final = 4_096
 """Slots whose sources are permuted among themselves where the draw is random."""
-
-_STREAM_DRAWS: Final = 3
-
-
-def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
-    """Weights as whole numbers without a common divisor, whose sum is at most `MAX_PATTERN`.
-
-    Decimals count as they are written: 0.7 and 0.3 become 7 and 3. Where the sum would be larger,
-    the result has the sum that makes the largest relative error of a weight smallest.
-
-    Raises:
-        ValueError: a weight is negative or no finite number, or all are 0; quotes it.
-    """
-    exact = [_fraction(weight) for weight in weights]
-    if not any(exact):
-        raise ValueError(f"weights must not all be 0, got {list(weights)!r}")
-    scale = math.lcm(*(each.denominator for each in exact))
-    whole = [int(each * scale) for each in exact]
-    divisor = math.gcd(*whole)
-    whole = [each // divisor for each in whole]
-    if sum(whole) > MAX_PATTERN:
-        whole = _rounded([each / sum(whole) for each in whole])
-    return tuple(whole)
-
-
-def _fraction(weight: object) -> Fraction:
-    if isinstance(weight, (int, float, np.integer, np.floating)) and not isinstance(weight, bool):
-        number = float(weight)
-        if math.isfinite(number) and number >= 0:
-            return Fraction(int(weight)) if number == int(weight) else Fraction(repr(number))
-    raise ValueError(f"a weight must be a finite number, at least 0, got {weight!r}")
-
-
-def _rounded(shares: Sequence[float]) -> list[int]:
-    """Whole numbers in nearly these proportions, each at least 1 where the share is not 0."""
-    positive = np.array([share for share in shares if share > 0])
-    sizes = np.arange(MAX_PATTERN // 2, MAX_PATTERN + 1 - len(positive))
-    tried = np.maximum(1, np.rint(positive * sizes[:, None])).astype(np.int64)
-    errors = np.abs(tried / tried.sum(1, keepdims=True) / positive - 1).max(1)
-    best = tried[errors.argmin()]
-    left = iter(best.tolist())
-    return [next(left) if share > 0 else 0 for share in shares]
-
-
-class Pattern:
-    """Divides slots among sources by whole weights n: each run of ``sum(n)`` slots is the same.
-
-    Of the first i slots, source s has the floor or the ceiling of ``i * n[s] / sum(n)``. Each slot
-    goes to the source whose next row is due first, among those that are not ahead. This rule,
-    earliest deadline first, meets all deadlines of jobs of one slot, if anything does. Tijdeman
-    proved that something does, for any weights ("The chairman assignment problem", 1980).
-
-    Args:
-        weights: as `whole_weights` returns them.
-
-    Attributes:
-        num_bytes: of the tables, at most 2 MiB.
-
-    Thread-safety: immutable.
-    """
-
-    def __init__(self, weights: tuple[int, ...]) -> None:
-        self.weights = weights
-        self.size = sum(weights)
-        self._sources = np.array(_by_deadline(weights), np.int16)
-        self._slots_of = [np.flatnonzero(self._sources == s) for s in range(len(weights))]
-        self._before = np.empty(self.size, np.int64)
-        for slots in self._slots_of:
-            self._before[slots] = np.arange(len(slots))
-        self._weights = np.array(weights, np.int64)
-        self.num_bytes = self._sources.nbytes + 2 * self._before.nbytes
-
-    def locate(self, slots: Int64Array) -> tuple[IntArray, Int64Array]:
-        """The source of each slot, and how many earlier slots have the same source."""
-        rounds = slots // self.size
-        within = slots - rounds * self.size
-        sources = np.take(self._sources, within)
-        rounds *= np.take(self._weights, sources)
-        rounds += np.take(self._before, within)
-        return sources, rounds
-
-    def slots_of(self, source: int, first: int, count: int) -> Int64Array:
-        """The slots of a source in ``[first, first + count)``, counted from ``first``."""
-        rounds = np.arange(-(-(first % self.size + count) // self.size), dtype=np.int64)
-        found = np.add.outer(rounds * self.size - first % self.size, self._slots_of[source])
-        flat: Int64Array = found.reshape(-1)
-        return flat[slice(*np.searchsorted(flat, (0, count)))]
-
-    def counts(self, slots: int) -> tuple[int, ...]:
-        """How many of the first ``slots`` slots each source has."""
-        rounds, rest = divmod(slots, self.size)
-        return tuple(
-            rounds * weight + int(np.searchsorted(own, rest))
-            for weight, own in zip(self.weights, self._slots_of, strict=True)
-        )
-
-    def slots_until(self, source: int, rows: int) -> int | None:
-        """The fewest slots that hold ``rows`` rows of a source, at least 1; None: never."""
-        if not self.weights[source]:
-            return None
-        rounds, rest = divmod(rows - 1, self.weights[source])
-        return rounds * self.size + int(self._slots_of[source][rest]) + 1
-
-
-def _by_deadline(weights: Sequence[int]) -> list[int]:
-    """The source of each slot of one round."""
-    size = sum(weights)
-    released: list[list[int]] = [[] for _ in range(size + 1)]
-    released[0] = [source for source, weight in enumerate(weights) if weight]
-    counts = [0] * len(weights)
-    due: list[tuple[int, int]] = []
-    found = []
-    for slot in range(size):
-        for source in released[slot]:
-            deadline = -(-(counts[source] + 1) * size // weights[source])
-            heapq.heappush(due, (deadline, source))
-        _, source = heapq.heappop(due)
-        found.append(source)
-        counts[source] += 1
-        # The first slot before which fewer rows than its share are given.
-        released[max(slot + 1, counts[source] * size // weights[source])].append(source)
-    return found
-
-
-@lru_cache(maxsize=64)
-def _pattern(weights: tuple[int, ...]) -> Pattern:
-    return Pattern(weights)
 
 
 class Change(NamedTuple):
@@ -186,8 +56,8 @@ class Mixing:
     number is the slots of each epoch.
 
     ``stratified`` draws by `Pattern`. ``random`` permutes the sources of every `BLOCK_SLOTS`
-    consecutive slots among themselves, by the seed. So at the ends of blocks the proportions are as
-    exact. Blocks begin anew at epochs and changes.
+    consecutive slots among themselves, by the seed; each source gives its rows in the same order.
+    So at the ends of blocks the proportions are as exact. Blocks begin anew at epochs and changes.
 
     Args:
         rows: of one pass over each source, at least 1.
@@ -214,7 +84,7 @@ class Mixing:
     @property
     def num_bytes(self) -> int:
         """Memory of the patterns."""
-        return sum(_pattern(change.weights).num_bytes for change in self.changes)
+        return sum(pattern_of(change.weights).num_bytes for change in self.changes)
 
     def changed(self, slot: int, weights: tuple[int, ...]) -> Mixing:
         """With other weights from a slot of the run on, and without all later changes."""
@@ -233,7 +103,7 @@ class Mixing:
     def counts(self, slot: int) -> tuple[int, ...]:
         """Rows that each source has given before a slot of the run."""
         change = [each for each in self.changes if each.slot <= slot][-1]
-        within = _pattern(change.weights).counts(slot - change.slot)
+        within = pattern_of(change.weights).counts(slot - change.slot)
         return tuple(a + b for a, b in zip(change.counts, within, strict=True))
 
     def weights(self, slot: int) -> tuple[int, ...]:
@@ -270,7 +140,7 @@ class Mixing:
     def _slots_until(self, source: int, rows: int) -> int | None:
         change = [each for each in self.changes if each.counts[source] < rows][-1]
         left = rows - change.counts[source]
-        slots = _pattern(change.weights).slots_until(source, left)
+        slots = pattern_of(change.weights).slots_until(source, left)
         return None if slots is None else change.slot + slots
 
     def locate(self, slots: Int64Array, epoch: int) -> tuple[IntArray, Int64Array]:
@@ -286,13 +156,34 @@ class Mixing:
                 continue
             is_whole = (first, last) == (start, stop)
             here = slice(None) if is_whole else (in_run >= first) & (in_run < last)
-            part = in_run[here] - first
             if self.draw == "random":
-                part = _permuted(part, last - first, seed=self.seed, epoch=epoch, change=number)
-            part += first - change.slot
-            sources[here], found = _pattern(change.weights).locate(part)
+                part = in_run[here] - first
+                sources[here], found = self._drawn(part, first, last, epoch, number)
+            else:
+                part = in_run[here] - change.slot
+                sources[here], found = pattern_of(change.weights).locate(part)
             found += np.take(np.array(change.counts, np.int64), sources[here])
             rows[here] = found
+        return sources, rows
+
+    def _drawn(
+        self, slots: Int64Array, first: int, last: int, epoch: int, number: int
+    ) -> tuple[IntArray, Int64Array]:
+        """As `Pattern.locate`, drawn, for slots of ``[first, last)``, counted from ``first``."""
+        change = self.changes[number]
+        sources, rows = np.empty(len(slots), np.int16), np.empty(len(slots), np.int64)
+        blocks = slots // BLOCK_SLOTS
+        within = slots - blocks * BLOCK_SLOTS
+        ends = [*(np.flatnonzero(np.diff(blocks)) + 1).tolist(), len(slots)]
+        for begin, end in pairwise([0, *ends] if len(slots) else []):
+            block = int(blocks[begin])
+            start = first + block * BLOCK_SLOTS
+            of_block, rows_of_block = _drawn_block(
+                change.weights, start - change.slot, min(BLOCK_SLOTS, last - start), block,
+                seed=self.seed, epoch=epoch, change=number,
+            )  # fmt: skip
+            np.take(of_block, within[begin:end], out=sources[begin:end])
+            np.take(rows_of_block, within[begin:end], out=rows[begin:end])
         return sources, rows
 
     def locate_run(self, first: int, count: int, epoch: int) -> list[tuple[Int64Array, int]] | None:
@@ -306,7 +197,7 @@ class Mixing:
         if self.draw == "random" or any(start < c.slot < start + count for c in self.changes):
             return None
         change = [each for each in self.changes if each.slot <= start][-1]
-        pattern, rows = _pattern(change.weights), self.counts(start)
+        pattern, rows = pattern_of(change.weights), self.counts(start)
         return [
             (pattern.slots_of(source, start - change.slot, count), row)
             for source, row in enumerate(rows)
@@ -344,26 +235,32 @@ def mixing(
     return replace(found, stop=stop)
 
 
-def _permuted(
-    slots: Int64Array, num_slots: int, *, seed: int, epoch: int, change: int
-) -> Int64Array:
-    """Slots in ``[0, num_slots)``, permuted inside blocks; a new array."""
-    key = {"seed": seed, "epoch": epoch, "stream": _STREAM_DRAWS + change}
-    blocks = slots // BLOCK_SLOTS
-    starts = blocks * BLOCK_SLOTS
-    whole = num_slots // BLOCK_SLOTS
-    found = np.empty_like(slots)
-    in_whole = blocks < whole
-    regular = Permutation(BLOCK_SLOTS, **key)
-    found[in_whole] = regular.apply((slots - starts)[in_whole], blocks[in_whole])
-    if not in_whole.all():
-        last = Permutation(num_slots - whole * BLOCK_SLOTS, **key)
-        found[~in_whole] = last.apply((slots - starts)[~in_whole], blocks[~in_whole])
-    found += starts
-    return found
-
-
-# -- the view --------------------------------------------------------------------------------------
+@lru_cache(maxsize=32)  # 40 kB each; neighbouring windows and steps share blocks
+def _drawn_block(
+    weights: tuple[int, ...],
+    start: int,
+    size: int,
+    block: int,
+    *,
+    seed: int,
+    epoch: int,
+    change: int,
+) -> tuple[IntArray, Int64Array]:
+    """Slots of a pattern whose sources are permuted; each source keeps the order of its rows."""
+    slots = np.arange(size, dtype=np.int64)
+    sources, rows = pattern_of(weights).locate(slots + start)
+    text = f"draw seed={seed} epoch={epoch} change={change}"
+    key = hashlib.blake2b(text.encode("ascii"), digest_size=8).digest()
+    numbers = (slots + (block * BLOCK_SLOTS + 1)).astype(np.uint64)
+    # Sorting hashes takes a third of the time of a keyed permutation. Their last bits are the slot.
+    hashes = splitmix64(numbers, int.from_bytes(key, "little"))
+    hashes &= ~np.uint64(BLOCK_SLOTS - 1)
+    hashes |= slots.view(np.uint64)
+    hashes.sort()
+    drawn = sources[hashes & np.uint64(BLOCK_SLOTS - 1)]
+    found = np.empty_like(rows)
+    found[np.argsort(drawn, kind="stable")] = rows[np.argsort(sources, kind="stable")]
+    return drawn, found
 
 
 # -- states ----------------------------------------------------------------------------------------
@@ -431,8 +328,8 @@ class MixtureState:
                 raise ValueError(f"changes must ascend from slot 0, got {ascending}")
             if any(sum(change.counts) != change.slot for change in changes):
                 raise ValueError(f"counts must add up to the slot of their change, got {changes}")
-            if any(not 0 < sum(change.weights) <= MAX_PATTERN for change in changes):
-                raise ValueError(f"weights must have a sum of 1 to {MAX_PATTERN}, got {changes}")
+            if any(not 0 < sum(change.weights) <= MAX_SUM for change in changes):
+                raise ValueError(f"weights must have a sum of 1 to {MAX_SUM}, got {changes}")
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"mixture: {error}") from None
         return found

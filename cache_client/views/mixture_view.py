@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, TypeVar
@@ -11,7 +12,7 @@ import numpy.typing as npt
 
 from cache_client.order.permutation import Int64Array
 from cache_client.views.mixing import Mixing
-from cache_client.views.view import Epochs, IntArray, Samples, Shuffle, SlotView
+from cache_client.views.view import Epochs, IntArray, Samples, Shuffle, SlotView, with_seed
 from cache_protocol.storage.layout import pool_matrix
 
 _CHUNK_SLOTS: Final = 15_000  # their arrays stay in the processor's cache
@@ -40,6 +41,14 @@ class MixedSource:
         """The rows of slots of one pass."""
         return self.view.samples(self.shuffle.order(self.view, number).row_ids(slots), number)
 
+    def keyed(self, place: int) -> MixedSource:
+        """The source with a seed of its place and name, so that no two sources have one order."""
+        text = f"mixture place={place} name={self.name!r} seed={self.shuffle.seed}"
+        digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+        seed = int.from_bytes(digest, "little")
+        shuffle = replace(self.shuffle, seed=seed)
+        return replace(self, view=with_seed(self.view, seed), shuffle=shuffle)
+
     @property
     def identity(self) -> str:
         """What decides which row a slot of a pass has."""
@@ -52,23 +61,30 @@ class MixedSource:
 class MixtureView:
     """The slots of a mixture -> rows of its sources.
 
+    Each source has other permutations and draws: their seed is made of its place and its name.
     The row ids of the sources are joined: those of a source begin where the version of the source
     before it ends.
 
     Args:
         sources: at least one; passes over each have the same number of slots.
         mixing: slots -> sources.
+
+    Attributes:
+        keyed_sources: the sources as they are read, see `MixedSource.keyed`.
     """
 
     sources: tuple[MixedSource, ...]
     mixing: Mixing
     first_rows: tuple[int, ...] = field(init=False)
+    keyed_sources: tuple[MixedSource, ...] = field(init=False, repr=False, compare=False)
     orders_rows: bool = field(default=True, init=False)
     epochs: Epochs = field(default="any size", init=False)
 
     def __post_init__(self) -> None:
         ends = np.cumsum([0, *(source.num_rows for source in self.sources)])
         object.__setattr__(self, "first_rows", tuple(ends[:-1].tolist()))
+        keyed = tuple(source.keyed(place) for place, source in enumerate(self.sources))
+        object.__setattr__(self, "keyed_sources", keyed)
 
     @property
     def identity(self) -> str:
@@ -77,12 +93,12 @@ class MixtureView:
         stop = "slots" if isinstance(mixing.stop, int) else mixing.stop
         seed = f" seed={mixing.seed}" if mixing.draw == "random" else ""
         sources = "; ".join(source.identity for source in self.sources)
-        return f"mixture {mixing.draw}{seed} {stop}: {sources}"
+        return f"mixture, keyed sources, {mixing.draw}{seed} {stop}: {sources}"
 
     @property
     def num_bytes(self) -> int:
         """Memory of its tables and of those of the sources."""
-        return self.mixing.num_bytes + sum(source.view.num_bytes for source in self.sources)
+        return self.mixing.num_bytes + sum(source.view.num_bytes for source in self.keyed_sources)
 
     @property
     def rows_per_slot(self) -> float:
@@ -144,7 +160,7 @@ class MixtureView:
 
     def _samples(self, number: int, slots: Int64Array, of_pass: int) -> Samples:
         """Samples of one pass over a source, with joined row ids."""
-        found = self.sources[number].samples(slots, of_pass)
+        found = self.keyed_sources[number].samples(slots, of_pass)
         row_ids = _pool(len(found.row_ids), np.int64)
         np.add(found.row_ids, self.first_rows[number], out=row_ids)
         return replace(found, row_ids=row_ids)

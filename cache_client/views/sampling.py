@@ -7,6 +7,7 @@ epoch before ended, so that no row is left out for long.
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -14,14 +15,17 @@ import numpy as np
 import numpy.typing as npt
 
 from cache_client.order.permutation import Int64Array, Permutation, splitmix64
+from cache_client.views.successive import successive_sample
 from cache_client.views.view import Epochs, Numbers, Samples, Shuffle, SlotView
 
-# Of the largest weight, and of the sum: weights are whole numbers, so that sums are exact.
-_WEIGHT_BITS: Final = 31
-_MAX_SUM_BITS: Final = 61
+Weights = npt.NDArray[Any]
+"""Doubles, or integers of any width."""
+
+_SUM_BITS: Final = 61  # of all weights, about: they are whole numbers, so that sums are exact
 _MOST_CYCLES: Final = 2**61  # runs of classes in all epochs; then they begin anew
-# Streams of `Permutation` and of random words; `cache_client.order.order` has others.
-_STREAM_CLASSES, _STREAM_CLASS_ROWS, _STREAM_WEIGHTS = 16, 17, 18
+_EPOCHS_KEPT: Final = 2
+# Streams of `Permutation`; `cache_client.order.order` has others.
+_STREAM_CLASSES, _STREAM_CLASS_ROWS = 16, 17
 
 
 @dataclass(frozen=True)
@@ -160,36 +164,44 @@ class WeightedView:
     """Rows as often as their weights say.
 
     With replacement, each slot draws a row anew, with a probability that is proportional to its
-    weight. Without, an epoch takes each row at most once: systematic sampling (Madow, 1949), which
-    makes the probability that an epoch has a row exactly proportional to its weight. The rows lie
-    side by side on a line, in a permuted order and as long as their weights. The epoch takes the
-    rows at ``epoch_rows`` points of equal distance; the first point is random.
+    weight. Without, each epoch draws its rows anew, one after the other and none twice, each in
+    proportion to the weights of those left: see `successive_sample`. They are numbered in the order
+    of the inner view, and the job shuffles them.
+
+    Its memory is 8 bytes a row. Without replacement it is 4 bytes more for each row of the last two
+    epochs, in each process that reads, and the first slot of an epoch takes a pass over all rows.
 
     Args:
         inner: rows, one a slot.
-        ends: sums of the weights, see `weight_table`; empty where there is no row.
+        table: see `weight_table`; empty where there is no row.
         name: of the weights, for the identity.
         replacement: whether an epoch may take a row again.
-        epoch_rows: slots of an epoch; without replacement at most what `weight_table` says.
-        seed: of the draws, and of the order in which the rows lie.
+        epoch_rows: slots of an epoch; without replacement at most the number of weights above 0.
+        seed: of the draws.
+
+    Thread-safety: immutable, but for a cache. Threads may draw the same epoch twice.
     """
 
     inner: SlotView
-    ends: Numbers = field(repr=False)
+    table: Numbers = field(repr=False)
     name: str
     replacement: bool
     epoch_rows: int
     seed: int
     epochs: Epochs = "same size"
     rows_per_slot: float = 1.0
+    _drawn: dict[int, npt.NDArray[np.unsignedinteger[Any]]] = field(
+        init=False, default_factory=dict, repr=False, compare=False
+    )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_drawn": {}}
 
     @property
     def identity(self) -> str:
         """Of the inner view, the weights and how they are used."""
-        return (
-            f"{self.inner.identity} weights={self.name!r} replacement={self.replacement} "
-            f"epoch_rows={self.epoch_rows}"
-        )
+        how = "drawn" if self.replacement else "drawn once"  # other words for other draws
+        return f"{self.inner.identity} weights={self.name!r} {how} epoch_rows={self.epoch_rows}"
 
     @property
     def orders_rows(self) -> bool:
@@ -198,30 +210,39 @@ class WeightedView:
 
     @property
     def num_bytes(self) -> int:
-        """Eight bytes a row, and those of the inner view."""
-        return self.inner.num_bytes + self.ends.values.nbytes
+        """Eight bytes a row, those of the epochs that are kept, and those of the inner view."""
+        drawn = sum(rows.nbytes for rows in list(self._drawn.values()))
+        return self.inner.num_bytes + self.table.values.nbytes + drawn
 
     def num_slots(self, epoch: int) -> int:
         """``epoch_rows``; 0 where there is no row."""
-        return self.epoch_rows if len(self.ends) else 0
+        return self.epoch_rows if len(self.table) else 0
 
     def samples(self, slots: Int64Array, epoch: int) -> Samples:
         """The rows of slots."""
         if not len(slots):
             return self.inner.samples(slots, epoch)
-        total = int(self.ends.values[-1])
-        if self.replacement:
-            points = (_uniform(slots, self.seed, epoch) * total).astype(np.int64)
-            np.minimum(points, total - 1, out=points)
-        else:
-            # floor((slot * total + first) / epoch_rows), whose product would not fit 64 bits
-            distance, rest = divmod(total, self.epoch_rows)
-            first = int(_uniform(np.zeros(1, np.int64), self.seed, epoch)[0] * total)
-            points = slots * distance + (slots * rest + first) // self.epoch_rows
-        at = np.searchsorted(self.ends.values, points, side="right")
         if not self.replacement:
-            at = _row_order(len(self.ends), self.seed).apply(at)
+            return self.inner.samples(np.take(self._rows(epoch), slots).astype(np.int64), epoch)
+        words = splitmix64(slots.astype(np.uint64) + np.uint64(1), self._key(epoch))
+        points = _below(words, int(self.table.values[-1]))
+        at = np.searchsorted(self.table.values, points, side="right")
         return self.inner.samples(at, epoch)
+
+    def _rows(self, epoch: int) -> npt.NDArray[np.unsignedinteger[Any]]:
+        """The slots of the inner view that an epoch without replacement has, ascending."""
+        rows = self._drawn.get(epoch)
+        if rows is None:
+            rows = successive_sample(self.table.values, self.epoch_rows, self._key(epoch))
+            self._drawn[epoch] = rows
+            for old in list(self._drawn)[:-_EPOCHS_KEPT]:
+                self._drawn.pop(old, None)
+        return rows
+
+    def _key(self, epoch: int) -> int:
+        text = f"weights seed={self.seed} epoch={epoch}"
+        digest = hashlib.blake2b(text.encode("ascii"), digest_size=8).digest()
+        return int.from_bytes(digest, "little")
 
 
 def class_table(
@@ -243,44 +264,69 @@ def class_table(
     return rows, np.concatenate([[0], np.cumsum(counts)])
 
 
-def weight_table(
-    weights: npt.NDArray[np.float64], *, replacement: bool, seed: int
-) -> tuple[Int64Array, int]:
-    """The sums of whole weights, and the most rows of an epoch without replacement.
+def weight_table(weights: Weights, *, replacement: bool) -> tuple[Int64Array, int, int]:
+    """What a `WeightedView` draws by, and how many rows an epoch may have without replacement.
 
     Args:
-        weights: of each slot; finite, at least 0, not all 0; shape ``(n,)``. Their ratios are exact
-            to 2**-31 of the largest one.
-        replacement: False: the slots are permuted first.
-        seed: of the permutation.
+        weights: of each slot; finite, at least 0, not all 0; shape ``(n,)``. Shares of the sum are
+            exact to 2**-60.
+        replacement: True: the table has the sums of the weights. False: it has the weights.
+
+    Returns:
+        The table: whole numbers, shape ``(n,)``. The sum of the weights by the largest one: of so
+        many rows, each could have its share. And the number of weights above 0.
     """
     whole = _whole_weights(weights)
     if not len(whole):
-        return whole, 0
-    if not replacement:
-        whole = whole[_row_order(len(whole), seed).apply(np.arange(len(whole)))]
-    return np.cumsum(whole), int(whole.sum()) // int(whole.max())
+        return whole, 0, 0
+    even, positive = int(whole.sum()) // int(whole.max()), int(np.count_nonzero(whole))
+    return np.cumsum(whole) if replacement else whole, even, positive
 
 
-def _row_order(size: int, seed: int) -> Permutation:
-    return Permutation(size, seed=seed, epoch=0, stream=_STREAM_WEIGHTS)
+def _whole_weights(weights: Weights) -> Int64Array:
+    """Weights as whole numbers with a sum below 2**63; those above 0 stay above 0.
 
-
-def _whole_weights(weights: npt.NDArray[np.float64]) -> Int64Array:
-    """Weights as whole numbers, whose sums are exact; those above 0 stay above 0."""
+    They are the weights, if these are whole and their sum is below 2**61. Others are scaled by a
+    power of two.
+    """
     if not len(weights):
         return np.empty(0, np.int64)
+    if weights.dtype.kind in "iu" and weights.dtype.itemsize < 8:
+        weights = weights.astype(np.int64)
     largest = float(weights.max())
-    bits = min(_WEIGHT_BITS, _MAX_SUM_BITS - len(weights).bit_length())
-    if largest >= 2.0**bits or not np.array_equal(weights, np.floor(weights)):
-        weights = np.where(weights > 0, np.maximum(weights / largest * 2.0**bits, 1.0), 0.0)
-    whole: Int64Array = np.rint(weights).astype(np.int64)
+    if weights.dtype.kind == "f" and largest < 2.0**53 and (weights == np.floor(weights)).all():
+        weights = weights.astype(np.int64)
+    # The sum, as weights of at most 31 bits have it.
+    first = _SUM_BITS // 2 + 1 - math.frexp(largest)[1]
+    bits = int(_scaled(weights, first).sum()).bit_length()
+    shift = first + _SUM_BITS - bits
+    if weights.dtype.kind != "f" and shift >= 0:
+        return weights.astype(np.int64)
+    whole: Int64Array = np.maximum(_scaled(weights, shift), weights > 0)
     return whole
 
 
-def _uniform(slots: Int64Array, seed: int, epoch: int) -> npt.NDArray[np.float64]:
-    """A random number in [0, 1) for each slot."""
-    text = f"weights seed={seed} epoch={epoch}"
-    key = hashlib.blake2b(text.encode("ascii"), digest_size=8).digest()
-    words = splitmix64(slots.astype(np.uint64) + np.uint64(1), int.from_bytes(key, "little"))
-    return (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
+def _scaled(weights: Weights, shift: int) -> Int64Array:
+    """Weights times ``2**shift``, rounded down."""
+    if weights.dtype.kind == "f":
+        found = np.ldexp(weights, shift)
+    else:
+        found = weights << shift if shift >= 0 else weights >> -shift
+    whole: Int64Array = found.astype(np.int64)
+    return whole
+
+
+def _below(words: npt.NDArray[np.uint64], bound: int) -> Int64Array:
+    """Random words as numbers in ``[0, bound)``: the high halves of their products with it.
+
+    Args:
+        bound: at most 2**63.
+    """
+    half, mask = np.uint64(32), np.uint64(2**32 - 1)
+    bound_high, bound_low = np.uint64(bound >> 32), np.uint64(bound & (2**32 - 1))
+    high, low = words >> half, words & mask
+    middle = low * bound_high
+    middle += (low * bound_low) >> half
+    carried = (high * bound_low + (middle & mask)) >> half
+    found: Int64Array = (high * bound_high + (middle >> half) + carried).astype(np.int64)
+    return found

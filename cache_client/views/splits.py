@@ -5,7 +5,8 @@ appended rows do not change. A hash has 64 bits:
 
 - of a row id: splitmix64 (Steele, Lea and Flood, 2014) of the row id and a constant;
 - of key columns: the first 8 bytes, big-endian, of the MD5 of a text: ``split:`` or ``fold:``, then
-  for each key its number of characters, ``:``, its text and ``,``; for a null ``-``.
+  for each key its number of characters, ``:``, its text and ``,``; for a null ``-``. Zeros have no
+  sign: ``-0.0`` counts as ``0.0``.
 
 So ``int(hashlib.md5(b"split:4:anna,").hexdigest()[:16], 16)`` is the hash of the key ``anna``. The
 hash of a fold is another one than that of a split, so that folds divide the rows of a split evenly.
@@ -59,11 +60,9 @@ class HashRange:
     def condition(self, keys: Sequence[str]) -> str:
         """SQL of the condition that a row is in the range, by the hash of these columns."""
         texts = ", ".join(map(_key_text, keys))
-        hashed = f"left(md5(concat('{self.kind}:', {texts})), 16)"
-        bounds = [f"{hashed} >= '{self.start:016x}'"]
-        if self.stop < NUM_HASHES:
-            bounds.append(f"{hashed} < '{self.stop:016x}'")
-        return f"{'' if self.inside else 'NOT '}({' AND '.join(bounds)})"
+        between = f"{'' if self.inside else 'NOT '}BETWEEN"
+        bounds = f"'{self.start:016x}' AND '{self.stop - 1:016x}'"
+        return f"left(md5(concat('{self.kind}:', {texts})), 16) {between} {bounds}"
 
 
 def row_hashes(row_ids: Int64Array, kind: str) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
@@ -105,4 +104,8 @@ def _key_text(name: str) -> str:
     column = quoted(name)
     text = f"CAST({column} AS VARCHAR)"
     length = f"CAST(character_length({text}) AS VARCHAR)"
-    return f"CASE WHEN {column} IS NULL THEN '-' ELSE concat({length}, ':', {text}, ',') END"
+    return (
+        f"CASE WHEN {column} IS NULL THEN '-' WHEN {text} = '-0.0' THEN '3:0.0,' "
+        f"WHEN {text} = '-0' THEN '1:0,' "  # of 16 bits
+        f"ELSE concat({length}, ':', {text}, ',') END"
+    )

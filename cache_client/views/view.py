@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any, Final, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from cache_client.order.load_log import GroupLog
 from cache_client.order.order import EpochOrder
@@ -184,6 +185,25 @@ class Shuffle:
         return epoch_order(shuffle, view.num_slots(epoch), epoch, skipped)
 
 
+def with_seed(view: Any, seed: int) -> Any:
+    """The same view, which shuffles and draws by another seed; tables are shared.
+
+    Args:
+        view: a dataclass, as all views are: its fields ``seed`` and ``shuffle``, and those of
+            ``inner``, say how.
+    """
+    changed: dict[str, Any] = {}
+    for each in fields(view):
+        value = getattr(view, each.name)
+        if each.name == "seed":
+            changed["seed"] = seed
+        elif isinstance(value, Shuffle):
+            changed[each.name] = replace(value, seed=seed)
+        elif each.name == "inner":
+            changed["inner"] = with_seed(value, seed)
+    return replace(view, **changed) if changed else view
+
+
 NO_SHUFFLE: Final = Shuffle(False)
 
 
@@ -244,8 +264,31 @@ def of_slots(found: pa.ChunkedArray, inner: SlotView) -> pa.Array:
     return found.combine_chunks()
 
 
+def as_keys(found: Any) -> Any:
+    """Values as SQL groups them: -0.0 as 0.0, and every NaN as one. A null stays null.
+
+    Arrow tells floats apart by their bits. Floats of 16 bits become those of 32.
+
+    Args:
+        found: an Arrow array, chunked or not, of any type.
+    """
+    kind = found.type
+    if pa.types.is_dictionary(kind) and pa.types.is_floating(kind.value_type):
+        kind = kind.value_type
+    if not pa.types.is_floating(kind):
+        return found
+    kind = pa.float32() if pa.types.is_float16(kind) else kind
+    floats = pc.add(found.cast(kind), pa.scalar(0, kind))
+    return pc.if_else(pc.is_nan(floats), pa.scalar(float("nan"), kind), floats)
+
+
+def without_nan(found: Any) -> Any:
+    """The same keys, with a null for NaN: a missing float may be either."""
+    return pc.if_else(pc.is_nan(found), None, found) if pa.types.is_floating(found.type) else found
+
+
 def codes_of(option: str, found: pa.ChunkedArray) -> pa.ChunkedArray:
-    """A code for each value, from 0 by first appearance; int32. A null stays null.
+    """A code for each key of `as_keys`, from 0 by first appearance; int32. A null stays null.
 
     Values are encoded one chunk after the other: together, texts may be longer than an Arrow array.
 
@@ -256,6 +299,7 @@ def codes_of(option: str, found: pa.ChunkedArray) -> pa.ChunkedArray:
     Raises:
         ConfigError: Arrow does not encode values of this type; quotes it.
     """
+    found = as_keys(found)
     if pa.types.is_null(found.type):  # Arrow does not unify dictionaries of this type
         return found.cast(pa.int32())
     try:

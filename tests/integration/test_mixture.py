@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import pickle
@@ -81,12 +82,15 @@ def made(
 
 
 def expected(found: mixing.Mixing, epoch: int) -> list[int]:
-    """The rows of an epoch: each source in its own plain order, pass after pass."""
+    """The rows of an epoch: each source in an order of its place and name, pass after pass."""
     sources, places = found.locate(np.arange(found.num_slots(epoch)), epoch)
     rows = []
     for source, place in zip(sources.tolist(), places.tolist(), strict=True):
         of_pass, slot = divmod(place, found.rows[source])
-        order = ordering.EpochOrder(found.rows[source], shuffle=True, seed=5, epoch=of_pass)
+        text = f"mixture place={source} name={('web', 'code')[source]!r} seed=5"
+        key = hashlib.blake2b(text.encode(), digest_size=8).digest()
+        seed = int.from_bytes(key, "little")
+        order = ordering.EpochOrder(found.rows[source], shuffle=True, seed=seed, epoch=of_pass)
         rows.append(source * CODE_BEGINS + int(order.row_ids(np.array([slot]))[0]))
     return rows
 

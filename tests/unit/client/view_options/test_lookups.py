@@ -331,3 +331,14 @@ def test_a_spawned_worker_maps_the_rows_of_a_joined_dataset(monkeypatch: pytest.
     monkeypatch.undo()
     assert len(spawned) < 5_000 < 3_000_000 < len(plain)
     assert pickle.loads(spawned).values(np.array([3]))["vector"].tolist() == [[1.0] * 8]
+
+
+@pytest.mark.parametrize("kind", [pa.float64(), pa.float32(), pa.float16()])
+def test_floats_have_one_code_where_sql_has_one_group(kind: pa.DataType) -> None:
+    values = pa.array([0.0, -0.0, float("nan"), -float("nan"), 1.5, None], pa.float64()).cast(kind)
+    vocabulary = view_options_lookups.Vocabulary(
+        pa.array([-0.0, float("nan"), 1.5], pa.float64()).cast(kind)
+    )
+    assert vocabulary.encode(values).tolist() == [1, 1, 2, 2, 3, 0]
+    with pytest.raises(ConfigError, match="each value once"):
+        view_options_lookups.Vocabulary([0.0, -0.0])

@@ -1,5 +1,7 @@
 """Options of weights, classes and epoch lengths: what is refused, and which view they make."""
 
+from decimal import Decimal
+
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -78,8 +80,9 @@ def test_values_that_are_no_weights_are_quoted(values, problem):
 
 def test_an_epoch_that_would_repeat_a_row_is_refused_by_its_limit():
     options = {"weights": "w", "replacement": False, "epoch_rows": 3}
-    with pytest.raises(ConfigError, match=r"epoch_rows=3 .* give at most 2"):
-        made(options, pa.array([1, 1, 2]))
+    made(options, pa.array([1, 1, 2]))
+    with pytest.raises(ConfigError, match=r"epoch_rows=3 .* there are 2: give at most 2"):
+        made(options, pa.array([1, 0, 2]))
 
 
 @pytest.mark.parametrize("values", [[1, 1, 2, 2], ["b", "b", "a", "a"], [0.5, 0.5, 1.5, 1.5]])
@@ -90,6 +93,37 @@ def test_classes_may_be_of_any_type(values):
         assert view.num_classes == 2
         taken = view.samples(np.arange(4), 0).row_ids
         assert sorted(taken.tolist()) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        pa.array([2**53 + 1, 2**63 - 1, 0]),
+        pa.array([2**53 + 1, 2**64 - 1, 0], pa.uint64()),
+        pa.array([1, 127, 0], pa.int8()),
+        pa.array([1.5, -0.0, 2.5], pa.float32()),
+        pa.array([0.5, 2.0, 0.0], pa.float16()),
+        pa.array([Decimal(1), Decimal(10) ** 30, Decimal(0)], pa.decimal128(38)),
+    ],
+    ids=lambda values: str(values.type),
+)
+@pytest.mark.parametrize("replacement", [True, False])
+def test_weights_may_be_numbers_of_any_type(values, replacement):
+    view, _ = made({"weights": "w", "replacement": replacement, "epoch_rows": 2}, values)
+    taken = {*view.samples(np.arange(2), 0).row_ids.tolist()}
+    allowed = {row for row, weight in enumerate(values.to_pylist()) if weight}
+    assert taken <= allowed and (replacement or taken == allowed)
+
+
+@pytest.mark.parametrize("kind", [pa.float64(), pa.float32(), pa.float16()])
+def test_floats_are_classes_as_sql_groups_them_and_what_is_missing_is_none(kind):
+    values = pa.array([0.0, -0.0, 1.5, 0.0], pa.float64()).cast(kind)
+    for each in (values, values.dictionary_encode()):
+        view, _ = made({"per_class": "x"}, each)
+        assert view.num_classes == 2
+    for missing in (float("nan"), -float("nan"), None):
+        with pytest.raises(ConfigError, match="is null or NaN in 2 of 3 rows"):
+            made({"per_class": "x"}, pa.array([missing, 1.0, missing], pa.float64()).cast(kind))
 
 
 def test_a_column_may_have_any_name():
@@ -109,7 +143,7 @@ def test_a_column_may_have_any_name():
 
 
 def test_what_is_no_class_is_refused():
-    with pytest.raises(ConfigError, match="null in 1 of 2 rows"):
+    with pytest.raises(ConfigError, match="is null in 1 of 2 rows"):
         made({"per_class": "c"}, pa.array(["a", None]))
     with pytest.raises(ConfigError, match="must give single values, got list"):
         made({"per_class": "c"}, pa.array([[1], [2]]))

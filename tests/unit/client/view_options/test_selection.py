@@ -188,17 +188,30 @@ def test_the_parts_of_a_split_are_all_rows_once_and_of_the_sizes_that_they_say()
     assert [abs(len(fold) - 100_000 / 12) < 300 for fold in folds] == [True] * 4
 
 
+def test_floats_that_sql_groups_together_are_in_one_part() -> None:
+    datafusion = pytest.importorskip("datafusion")
+    values = [0.0, -0.0, float("nan"), -float("nan"), None, None, 1.5]
+    for kind in (pa.float64(), pa.float32(), pa.float16()):
+        session = datafusion.SessionContext()
+        session.from_arrow(pa.table({"x": pa.array(values, pa.float64()).cast(kind)}), "t")
+        for at in range(8):  # zeros, NaN and nulls fall into one part each
+            sql = splits.fold_of(at, 8).condition(["x"])
+            (found,) = session.sql(f"SELECT array_agg({sql}) AS found FROM t").to_pylist()
+            zero, minus, nan, other, null, again, _ = found["found"]
+            assert (zero, nan, null) == (minus, other, again)
+
+
 def test_the_conditions_of_keys_are_their_hash_ranges() -> None:
     assert splits.part_of({"a": 0.5, "b": 0.5}, "b").condition(["user"]) == (
-        "(left(md5(concat('split:', CASE WHEN \"user\" IS NULL THEN '-' ELSE "
+        "left(md5(concat('split:', CASE WHEN \"user\" IS NULL THEN '-' "
+        "WHEN CAST(\"user\" AS VARCHAR) = '-0.0' THEN '3:0.0,' "
+        "WHEN CAST(\"user\" AS VARCHAR) = '-0' THEN '1:0,' ELSE "
         "concat(CAST(character_length(CAST(\"user\" AS VARCHAR)) AS VARCHAR), ':', "
-        "CAST(\"user\" AS VARCHAR), ',') END)), 16) >= '8000000000000000')"
+        "CAST(\"user\" AS VARCHAR), ',') END)), 16) "
+        "BETWEEN '8000000000000000' AND 'ffffffffffffffff'"
     )
-    assert (
-        splits.fold_of(1, 4, inside=False)
-        .condition(["a"])
-        .startswith("NOT (left(md5(concat('fold:'")
-    )
+    other = splits.fold_of(1, 4, inside=False).condition(["a"])
+    assert other.endswith("NOT BETWEEN '4000000000000000' AND '7fffffffffffffff'")
     assert splits.HashRange("split", 0, 2**64).holds(np.arange(5)).all()
 
 

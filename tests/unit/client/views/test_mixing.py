@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from itertools import accumulate, islice, pairwise
+from itertools import accumulate, combinations, islice, pairwise
 
 import numpy as np
 import pytest
@@ -15,12 +15,14 @@ from hypothesis import strategies as st
 
 from cache_client.order import order as ordering
 from cache_client.order import permutation
-from cache_client.views import mixing, mixture_view
+from cache_client.views import mixing, mixture_view, patterns, rows_view, sampling, shared_array
 from cache_client.views import view as views_view
 from cache_protocol.errors import ConfigError
 
 Weights = tuple[int, ...]
-weights = st.lists(st.integers(0, 40), min_size=1, max_size=6).filter(any).map(mixing.whole_weights)
+weights = (
+    st.lists(st.integers(0, 40), min_size=1, max_size=6).filter(any).map(patterns.whole_weights)
+)
 
 
 def run_of(changes: dict[int, Weights]) -> Iterator[tuple[int, int]]:
@@ -71,7 +73,7 @@ def located(
 def test_every_prefix_has_each_share_to_less_than_a_row_and_every_batch_to_less_than_two(
     w: Weights, data: st.DataObject
 ) -> None:
-    pattern = mixing.Pattern(w)
+    pattern = patterns.TablePattern(w)
     slots = np.arange(2 * pattern.size + 7)
     sources, rows = pattern.locate(slots)
     assert list(zip(sources.tolist(), rows.tolist(), strict=True)) == list(
@@ -178,6 +180,54 @@ def test_a_change_on_the_way_loses_and_repeats_no_row_and_leaves_what_was_before
             assert all(abs(n - i * share) < 1 for i, n in enumerate(counts, 1))
 
 
+@given(st.integers(1, 200), stops, st.sampled_from([(5, 2, 1), (10**9, 10**7, 1)]))
+@settings(max_examples=8)
+def test_a_random_draw_leaves_the_order_of_each_source_alone(
+    small: int, stop: mixing.Stop | int, weights: Weights
+) -> None:
+    rows = (9_000, small, 1)
+    found = mixing.mixing(rows, [(0, weights), (5_000, (1, 1, 1))], stop=stop, draw="random")
+    next_row = [0] * len(rows)
+    for epoch in range(2 if isinstance(stop, str) else 300):
+        if found.num_slots(epoch) > 200_000:
+            return  # a source that comes once in 10**9 slots
+        for source, row in located(found, epoch):
+            assert row == next_row[source]
+            next_row[source] += 1
+
+
+def test_sources_of_one_size_are_shuffled_apart_also_where_they_are_one_dataset() -> None:
+    names = [("x", "same"), ("y", "same"), ("z", "other")]
+    shuffle = views_view.Shuffle(True)
+    labels, w = np.arange(60) % 3, np.arange(60)
+    classes, starts = (shared_array.SharedArray(each) for each in sampling.class_table(labels))
+    table = shared_array.SharedArray(sampling.weight_table(w, replacement=True)[0])
+    plain = views_view.PlainView(60)
+    kinds: list[views_view.SlotView] = [
+        plain,
+        sampling.EpochRowsView(plain, 50, shuffle),
+        sampling.BalancedView(plain, classes, starts, "label", 60, shuffle),
+        sampling.WeightedView(plain, table, "w", True, 60, 0),
+        sampling.EpochRowsView(rows_view.rows_in_order("ids", np.arange(60), 60), 50, shuffle),
+    ]
+    for kind in kinds:
+        found = mixing.mixing([kind.num_slots(0)] * 3, [(0, (1, 1, 1))], stop="all_exhausted")
+        sources = tuple(
+            mixture_view.MixedSource(name, print_, 60, kind, shuffle) for name, print_ in names
+        )
+        view = mixture_view.MixtureView(sources, found)
+        samples = view.samples(np.arange(found.num_slots(0)), 0)
+        passes = [samples.row_ids[samples.sources == s] - 60 * s for s in range(3)]
+        for one, other in combinations(passes, 2):
+            assert np.mean(one == other) < 0.2
+        renamed = (replace(sources[0], name="other"), *sources[1:])
+        other_view = mixture_view.MixtureView(renamed, found)
+        row_ids = other_view.samples(np.arange(found.num_slots(0)), 0).row_ids
+        assert np.mean((row_ids == samples.row_ids)[samples.sources == 0]) < 0.2
+        kept = samples.sources != 0
+        assert (row_ids == samples.row_ids)[kept].all()
+
+
 def view_of(found: mixing.Mixing, *, shuffle: bool = True) -> mixture_view.MixtureView:
     sources = [
         mixture_view.MixedSource(
@@ -196,10 +246,13 @@ def rows_of(
     view: mixture_view.MixtureView, found: mixing.Mixing, epoch: int
 ) -> list[tuple[int, int]]:
     """The reference: source and row id, each pass in its own plain order."""
+    seeds = [source.keyed(place).shuffle.seed for place, source in enumerate(view.sources)]
     rows = []
     for source, row in located(found, epoch):
         of_pass, slot = divmod(row, found.rows[source])
-        order = ordering.EpochOrder(found.rows[source], shuffle=True, seed=source, epoch=of_pass)
+        order = ordering.EpochOrder(
+            found.rows[source], shuffle=True, seed=seeds[source], epoch=of_pass
+        )
         rows.append((source, int(order.row_ids(np.array([slot]))[0])))
     return rows
 
@@ -266,24 +319,12 @@ def test_samples_of_several_rows_keep_the_order_of_the_slots() -> None:
     assert samples.skipped.tolist() == [r % (5, 4)[s] % 3 for s, r in located(found, 0)]
 
 
-def test_decimal_weights_are_exact_and_others_are_rounded_by_a_little() -> None:
-    assert mixing.whole_weights([0.7, 0.3]) == (7, 3)
-    assert mixing.whole_weights([np.float64(0.25), 0, 1]) == (1, 0, 4)
-    rng = np.random.default_rng(0)
-    for size, most in ((2, 1e-6), (3, 1e-4), (10, 0.02)):
-        given_weights = np.exp(rng.normal(0, 1, size)).tolist()
-        found = np.array(mixing.whole_weights(given_weights))
-        assert found.sum() <= mixing.MAX_PATTERN
-        errors = found / found.sum() / (np.array(given_weights) / sum(given_weights)) - 1
-        assert abs(errors).max() < most
-
-
 @pytest.mark.parametrize(
     "bad", [[0, 0.0], [-1, 2], [float("nan")], [float("inf"), 1], ["1"], [True]]
 )
 def test_bad_weights_are_quoted(bad: list[float]) -> None:
     with pytest.raises(ValueError, match=r"weights? must"):
-        mixing.whole_weights(bad)
+        patterns.whole_weights(bad)
 
 
 def test_an_epoch_that_never_ends_is_refused() -> None:

@@ -1,12 +1,14 @@
 """Weights, classes and epoch lengths: each slot by random access, exactly as a short loop says."""
 
-from collections import Counter
+import pickle
+from fractions import Fraction
 
 import numpy as np
 import pytest
 
 from cache_client.order import order as ordering
-from cache_client.views import sampling, shared_array
+from cache_client.order import permutation
+from cache_client.views import sampling, shared_array, successive
 from cache_client.views import view as views_view
 
 
@@ -39,11 +41,11 @@ def balanced(labels, epoch_rows, shuffle, name="label"):
 
 
 def weighted(weights, replacement, epoch_rows, seed, name="w"):
-    ends, most = sampling.weight_table(weights, replacement=replacement, seed=seed)
-    chosen = epoch_rows or (len(weights) if replacement else most)
+    table, even, _ = sampling.weight_table(weights, replacement=replacement)
+    chosen = epoch_rows or (len(weights) if replacement else even)
     return sampling.WeightedView(
         views_view.PlainView(len(weights)),
-        shared_array.SharedArray(ends),
+        shared_array.SharedArray(table),
         name,
         replacement,
         chosen,
@@ -163,21 +165,10 @@ def test_equal_weights_without_replacement_give_every_row_once(weight):
     assert sorted(rows(view, 7)) == list(range(1000))
 
 
-def test_the_largest_weight_limits_an_epoch_without_replacement():
-    _, most = sampling.weight_table(np.array([1.0, 2.0, 5.0]), replacement=False, seed=0)
-    assert most == 1
-
-
-@pytest.mark.parametrize("replacement", [True, False])
-def test_rows_come_as_often_as_their_weights_say(replacement):
-    weights = np.array([0.0, 1.0, 2.0, 3.0, 0.5, 3.5])
-    epoch_rows = 1000 if replacement else 2
-    view = weighted(weights.copy(), replacement, epoch_rows, 4)
-    epochs = 40 if replacement else 4000
-    counts = Counter(row for epoch in range(epochs) for row in rows(view, epoch))
-    shares = np.array([counts[row] for row in range(6)]) / (epochs * epoch_rows)
-    # Four standard deviations of a share of 0.35 in 8,000 draws.
-    assert np.abs(shares - weights / weights.sum()).max() < 0.0213
+def test_an_epoch_without_replacement_may_have_each_row_of_a_weight():
+    weights = np.array([1.0, 0.0, 2.0, 5.0])
+    assert sampling.weight_table(weights, replacement=False)[1:] == (8 // 5, 3)
+    assert rows(weighted(weights, False, 3, 0), 4) == [0, 2, 3]
 
 
 def test_draws_depend_on_slot_epoch_and_seed_alone():
@@ -195,3 +186,76 @@ def test_a_view_says_what_memory_its_tables_take():
     assert weighted(np.ones(size), True, None, 0).num_bytes == 8 * size
     labels = np.zeros(size, np.int32)
     assert balanced(labels, size, views_view.Shuffle(True)).num_bytes == 4 * size + 16
+
+
+@pytest.mark.parametrize("size", [1000, 200_000])
+@pytest.mark.parametrize("share", [0.001, 0.3, 0.9, 1.0])
+def test_the_rows_drawn_are_those_whose_clocks_ring_first(size, share):
+    """By the logarithm of numpy, and one sort of all times."""
+    weights = np.random.default_rng(size).integers(0, 50, size)
+    count = int(np.count_nonzero(weights) * share)
+    found = successive.successive_sample(weights, count, 2**63 + 5)
+    words = permutation.splitmix64(np.arange(1, size + 1, dtype=np.uint64), 2**63 + 5)
+    with np.errstate(divide="ignore"):
+        times = -np.log1p(-words.astype(float) * 2.0**-64) / weights
+    assert found.tolist() == np.sort(np.argsort(times)[:count]).tolist()
+    assert found.dtype == np.uint32
+
+
+@pytest.mark.parametrize("period", [2, 64, 1000])
+def test_rows_are_drawn_exactly_where_a_part_of_them_is_not_like_the_whole(period, monkeypatch):
+    weights = np.where(np.arange(200_000) % period, 1, 10**12)
+    expected = successive.successive_sample(weights, 70_000, 1)
+    monkeypatch.setattr(successive, "_probe", lambda *_: (1e-30, 2e-30))
+    assert successive.successive_sample(weights, 70_000, 1).tolist() == expected.tolist()
+
+
+def test_times_are_exponential_to_their_smallest_words():
+    words = np.concatenate([1 << np.arange(64, dtype=np.uint64), [np.uint64(2**64 - 1)]])
+    expected = -np.log1p(-np.minimum(words.astype(float) * 2.0**-64, 1 - 2.0**-53))
+    assert np.allclose(successive.exponential(words), expected, rtol=1e-11, atol=0)
+    assert successive.exponential(np.zeros(1, np.uint64))[0] > 0
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [
+        np.array([2**63 - 1, 2**62, 2**53 + 1, 1]),
+        np.array([2**64 - 1, 2**63, 2**53 + 1, 1], np.uint64),
+        np.array([2**53 + 1, 2**53 + 2, 1, 0]),
+        np.array([127, 100, 1, 0], np.int8),
+        np.array([1e300, 1e299, 1e292, 0.0]),
+        np.array([1.0, 1e-9, 3e-9, 1e-300]),
+        np.array([5e-324, 1e-323, 0.0, 1e-320]),
+        np.array([10.0**9, 1000.0, 0.5, 0.25]),
+    ],
+    ids=str,
+)
+def test_shares_of_weights_of_any_size_are_kept(weights):
+    sums, _, positive = sampling.weight_table(weights, replacement=True)
+    whole, *_ = sampling.weight_table(weights, replacement=False)
+    assert (np.diff(sums, prepend=0) == whole).all() and (whole >= 0).all()
+    assert ((whole > 0) == (weights > 0)).all() and positive == np.count_nonzero(weights)
+    exact = [Fraction(each) for each in weights.tolist()]
+    total = int(sums[-1])
+    for each, given in zip(whole.tolist(), exact, strict=True):
+        share = given / sum(exact)
+        assert abs(Fraction(each, total) - share) <= share / 10**6 + Fraction(1, 2**58)
+
+
+def test_points_below_a_bound_are_the_high_halves_of_products():
+    words = np.random.default_rng(0).integers(0, 2**64, 1000, np.uint64, endpoint=False)
+    words[:2] = 0, 2**64 - 1
+    for bound in (1, 7, 2**32 - 1, 2**32, 2**61 + 12345, 2**63 - 1):
+        expected = [int(word) * bound >> 64 for word in words]
+        assert sampling._below(words, bound).tolist() == expected
+
+
+def test_a_copy_in_another_process_draws_the_same_rows_anew():
+    view = weighted(np.arange(1000.0), False, 100, 3)
+    taken = [rows(view, epoch) for epoch in range(4)]
+    assert view.num_bytes == 8 * 1000 + 2 * 4 * 100  # two epochs are kept
+    copy = pickle.loads(pickle.dumps(view))
+    assert copy.num_bytes == 8 * 1000
+    assert [rows(copy, epoch) for epoch in (3, 0)] == [taken[3], taken[0]]
+    assert len({*map(tuple, taken)}) == 4

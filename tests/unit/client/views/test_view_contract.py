@@ -65,9 +65,9 @@ def balanced(size: int, column: str = "label") -> view.SlotView:
 
 
 def weighted(size: int, replacement: bool = True, column: str = "w") -> view.SlotView:
-    ends, most = sampling.weight_table(numbers(size) / 8.0, replacement=replacement, seed=3)
-    rows = size if replacement else most
-    return sampling.WeightedView(view.PlainView(size), Shared(ends), column, replacement, rows, 3)
+    table, even, _ = sampling.weight_table(numbers(size) / 8.0, replacement=replacement)
+    rows = size if replacement else even
+    return sampling.WeightedView(view.PlainView(size), Shared(table), column, replacement, rows, 3)
 
 
 def buckets(size: int, bucket_rows: int = 4, column: str = "n") -> view.SlotView:
