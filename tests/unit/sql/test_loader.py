@@ -502,8 +502,8 @@ def test_a_time_is_never_cut_to_what_the_sample_foresaw(
         list(read_split(local(split, "csv"), "SELECT * FROM source", table))
 
     assert str(caught.value).startswith(
-        f"cannot load {split}: column 'a \"b\"' holds {later!r}, but it is of "
-        f"{table.schema.types[1]} by the first rows"
+        f"cannot load {split}: column 'a \"b\"' holds {later!r} in row 1501, but it is "
+        f"of {table.schema.types[1]} by the first rows"
     )
 
 
@@ -554,7 +554,7 @@ def test_a_leap_second_is_not_read_as_another_second(
     table = csv_with_a_late_value(tmp_path / "a.csv", f"2024-01-01T10:20:30{digits}", later)
     split = whole(tmp_path / "a.csv")
 
-    with pytest.raises(LoadError, match=f"holds '{later}', a leap second"):
+    with pytest.raises(LoadError, match=f"holds '{later}' in row 1501, .*: string}}"):
         list(read_split(local(split, "csv"), "SELECT * FROM source", table))
 
 
