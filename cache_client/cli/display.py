@@ -119,15 +119,6 @@ def forecast_facts(forecast: LoadForecast) -> list[tuple[str, str]]:
     exact = "" if forecast.rows_exact else " before the query"
     rows = "unknown" if forecast.num_rows is None else f"{forecast.num_rows:,}{exact}"
     facts.append(("rows", rows))
-    if forecast.filtered_rows is not None:
-        share = forecast.filtered_rows / forecast.num_rows if forecast.num_rows else 0.0
-        facts.append(
-            (
-                "after the filter",
-                f"about {forecast.filtered_rows:,} rows, "
-                f"{size(round(forecast.num_bytes * share))}, from statistics",
-            )
-        )
     if forecast.nulls:
         facts.append(("nulls", f"{_nulls(forecast.nulls)}{exact}; they become NaN"))
     in_shards = f"{size(forecast.num_bytes)} in {_count(forecast.num_shards, 'shard')}"
@@ -163,8 +154,7 @@ def forecast_facts(forecast: LoadForecast) -> list[tuple[str, str]]:
         )
     job = f"{_count(forecast.world_size, 'rank')} with batches of {forecast.batch_size:,}"
     if forecast.steps_per_epoch is not None and forecast.step_bytes is not None:
-        about = "" if forecast.rows_exact else "about "
-        facts.append(("steps", f"{about}{forecast.steps_per_epoch:,} an epoch, for {job}"))
+        facts.append(("steps", f"{forecast.steps_per_epoch:,} an epoch, for {job}"))
         facts.append(("a step", f"{size(forecast.step_bytes)} for each rank"))
     return facts
 

@@ -49,8 +49,6 @@ class LoadForecast:
         schema: of the result: logical columns in their storage types.
         num_rows: before any filter; None for a whole query, or if a format does not tell.
         rows_exact: the result will have exactly ``num_rows``.
-        filtered_rows: rows that pass the filter, estimated from statistics; None without a filter
-            or statistics.
         num_bytes: decoded, after projection and before any filter, of one replica; for a whole
             query, what it reads.
         makes_rows: an unnest or a join makes any number of rows from one; bytes count one for each.
@@ -67,7 +65,7 @@ class LoadForecast:
             before any load, and for a whole query.
         nulls: column of floats -> nulls that become NaN, before any filter, where statistics tell.
         world_size, batch_size: as requested.
-        steps_per_epoch: of each rank; None if the rows are not known.
+        steps_per_epoch: of each rank; None if the rows are not known, as with a filter.
         step_bytes: decoded bytes of a rank's full step; None if the rows are not known.
     """
 
@@ -80,7 +78,6 @@ class LoadForecast:
     tables: tuple[TableForecast, ...]
     num_rows: int | None
     rows_exact: bool
-    filtered_rows: int | None
     num_bytes: int
     makes_rows: bool
     guessed_columns: tuple[str, ...]
@@ -133,8 +130,7 @@ def from_proto(forecast: pb.LoadForecast, world_size: int, batch_size: int) -> L
         ValueError: ``world_size`` or ``batch_size`` is not positive; quotes it.
     """
     known = forecast.num_rows if forecast.HasField("num_rows") else None
-    filtered = forecast.filtered_rows if forecast.HasField("filtered_rows") else None
-    expected = known if forecast.rows_exact else filtered
+    expected = known if forecast.rows_exact else None
     steps, step_bytes = None, None
     plan = StepPlan(expected or 0, world_size, batch_size)
     if expected is not None:
@@ -150,7 +146,6 @@ def from_proto(forecast: pb.LoadForecast, world_size: int, batch_size: int) -> L
         tables=tuple(_table(table) for table in forecast.tables),
         num_rows=known,
         rows_exact=forecast.rows_exact,
-        filtered_rows=filtered,
         num_bytes=forecast.num_bytes,
         makes_rows=forecast.makes_rows,
         guessed_columns=tuple(forecast.guessed_columns),

@@ -23,7 +23,6 @@ from cache_server.plan.shard_plan import (
     ShardPlan,
     cut_shards,
     cuts_hash,
-    max_rows,
     varying_bytes,
     with_contents,
 )
@@ -139,14 +138,12 @@ class OpenPlan:
         pins: by the name of the table.
         table_splits: of each table, for forecasts.
         query: as checked.
-        rows_before: of the table that is read split by split, before pruning.
     """
 
     version: PinnedVersion
     pins: Mapping[str, Pin]
     table_splits: Mapping[str, tuple[Split, ...]]
     query: queries.Query
-    rows_before: int | None
 
     def close(self) -> None:
         """Closes the pins."""
@@ -203,7 +200,6 @@ def _plan(
     driver, explanation = _driver(query, splits, pins)
     if driver is not None and len(pins) > 1:  # stored rows also have columns of other tables
         splits[driver] = pins[driver].cut(_made_of(logical, query, driver), spec.target_shard_bytes)
-    rows_before = max_rows(splits[driver]) if driver is not None else None
     if driver is not None and not query.joins:
         by_split = PinnedTable(driver, formats[driver], pins[driver].schema)
         splits[driver] = tuple(loader.with_rows(splits[driver], text, by_split))
@@ -249,7 +245,7 @@ def _plan(
         _unsized_columns(logical, query, driver),
     )
     version = _sharing(version, pins, before)
-    return OpenPlan(version, dict(pins), splits, query, rows_before)
+    return OpenPlan(version, dict(pins), splits, query)
 
 
 def _with_offsets(logical: pa.Schema, shards: Sequence[ShardPlan] | None) -> pa.Schema:

@@ -305,25 +305,6 @@ def _bounded(memory_bytes: int | None, tables: Mapping[str, Path]) -> RuntimeEnv
     )
 
 
-def count_kept(sql: str, table: str, rows: pa.RecordBatch) -> int:
-    """The number of result rows of a query over some rows.
-
-    Raises:
-        LoadError: with the reason.
-    """
-    if is_unbounded(sql, {table: rows.schema}):
-        number: int = sql_process.call(
-            count_kept, sql, table, rows, failure=partial(_died, f"cannot run {sql!r}")
-        )
-        return number
-    context = open_session(1, mode=mode_of(sql, {table: rows.schema}))
-    context.register_record_batches(table, [[rows]])
-    try:
-        return int(frame_of(context, sql, rows.schema.names).count())
-    except Exception as error:  # DataFusion raises bare Exception
-        raise LoadError(f"cannot run {sql!r}: {reason_of(error)}") from None
-
-
 def _schema_of(path: Path, format: str) -> pa.Schema:
     context = open_session(1)
     register_file(context, TABLE, path, format, None)

@@ -1091,7 +1091,6 @@ class LoadForecast(google.protobuf.message.Message):
     TABLES_FIELD_NUMBER: builtins.int
     NUM_ROWS_FIELD_NUMBER: builtins.int
     ROWS_EXACT_FIELD_NUMBER: builtins.int
-    FILTERED_ROWS_FIELD_NUMBER: builtins.int
     NUM_BYTES_FIELD_NUMBER: builtins.int
     NUM_SHARDS_FIELD_NUMBER: builtins.int
     NODE_BYTES_FIELD_NUMBER: builtins.int
@@ -1116,8 +1115,6 @@ class LoadForecast(google.protobuf.message.Message):
     """before any filter; unset if the format does not tell"""
     rows_exact: builtins.bool
     """the result has exactly num_rows"""
-    filtered_rows: builtins.int
-    """estimated from statistics, if there is a filter"""
     num_bytes: builtins.int
     """before any filter; for a whole query, what it reads"""
     num_shards: builtins.int
@@ -1164,7 +1161,6 @@ class LoadForecast(google.protobuf.message.Message):
         tables: collections.abc.Iterable[Global___TableForecast] | None = ...,
         num_rows: builtins.int | None = ...,
         rows_exact: builtins.bool = ...,
-        filtered_rows: builtins.int | None = ...,
         num_bytes: builtins.int = ...,
         num_shards: builtins.int = ...,
         node_bytes: collections.abc.Iterable[builtins.int] | None = ...,
@@ -1178,10 +1174,8 @@ class LoadForecast(google.protobuf.message.Message):
         nulls: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
         shards_reused: builtins.int = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_filtered_rows", b"_filtered_rows", "_load_s", b"_load_s", "_num_rows", b"_num_rows", "filtered_rows", b"filtered_rows", "load_s", b"load_s", "num_rows", b"num_rows", "spec", b"spec"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_filtered_rows", b"_filtered_rows", "_load_s", b"_load_s", "_num_rows", b"_num_rows", "filtered_rows", b"filtered_rows", "fingerprint", b"fingerprint", "guessed_columns", b"guessed_columns", "largest_shard_bytes", b"largest_shard_bytes", "load_memory_bytes", b"load_memory_bytes", "load_s", b"load_s", "makes_rows", b"makes_rows", "memory_limit_bytes", b"memory_limit_bytes", "node_bytes", b"node_bytes", "nodes_needed", b"nodes_needed", "nulls", b"nulls", "num_bytes", b"num_bytes", "num_rows", b"num_rows", "num_shards", b"num_shards", "ordered", b"ordered", "rows_exact", b"rows_exact", "schema", b"schema", "shards_reused", b"shards_reused", "spec", b"spec", "tables", b"tables", "whole", b"whole", "why", b"why"]) -> None: ...
-    @typing.overload
-    def WhichOneof(self, oneof_group: typing.Literal["_filtered_rows", b"_filtered_rows"]) -> typing.Literal["filtered_rows"] | None: ...
+    def HasField(self, field_name: typing.Literal["_load_s", b"_load_s", "_num_rows", b"_num_rows", "load_s", b"load_s", "num_rows", b"num_rows", "spec", b"spec"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_load_s", b"_load_s", "_num_rows", b"_num_rows", "fingerprint", b"fingerprint", "guessed_columns", b"guessed_columns", "largest_shard_bytes", b"largest_shard_bytes", "load_memory_bytes", b"load_memory_bytes", "load_s", b"load_s", "makes_rows", b"makes_rows", "memory_limit_bytes", b"memory_limit_bytes", "node_bytes", b"node_bytes", "nodes_needed", b"nodes_needed", "nulls", b"nulls", "num_bytes", b"num_bytes", "num_rows", b"num_rows", "num_shards", b"num_shards", "ordered", b"ordered", "rows_exact", b"rows_exact", "schema", b"schema", "shards_reused", b"shards_reused", "spec", b"spec", "tables", b"tables", "whole", b"whole", "why", b"why"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_load_s", b"_load_s"]) -> typing.Literal["load_s"] | None: ...
     @typing.overload
