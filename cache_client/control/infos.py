@@ -73,7 +73,7 @@ class NodeInfo:
 
     Attributes:
         memory_limit_bytes: None if there is no limit.
-        version: of its package; empty if it is of an earlier release.
+        version: of its package; empty if it was not heard yet.
         untrusted: why the coordinator ignores the node; empty: it does not.
     """
 
@@ -95,7 +95,7 @@ class CacheStatus:
 
     Attributes:
         nodes: by id.
-        now_s: clock of the coordinator, in seconds since 1970; 0 if it is of an earlier release.
+        now_s: clock of the coordinator, in seconds since 1970.
     """
 
     nodes: tuple[NodeInfo, ...]

@@ -1,7 +1,7 @@
 """Sends reports of a reader to the cache, in the background.
 
-A report has sums since the run began, so a lost one loses nothing. A cache that does not know the
-action gets no further ones.
+A report has sums since the run began, so a lost one loses nothing. A cache that refuses one gets no
+further ones.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ class Reporter:
                 error = refusal  # a later report may be taken: the dataset may come back
                 break
             except CacheError as refusal:
-                # A node of an earlier release, or a refused name: the next report would be, too.
+                # Such as a refused name: the next report would be refused, too.
                 self._refused = True
                 error = refusal
                 break

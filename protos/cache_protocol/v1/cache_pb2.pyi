@@ -1920,15 +1920,12 @@ class HeartbeatRequest(google.protobuf.message.Message):
     REPORT_FIELD_NUMBER: builtins.int
     SINCE_FIELD_NUMBER: builtins.int
     ANSWER_FIELD_NUMBER: builtins.int
-    TAKES_DIGESTS_FIELD_NUMBER: builtins.int
     report: builtins.int
     """number of this report; grows in a process. 0: it is not numbered"""
     since: builtins.int
     """number of the report that the coordinator has; 0: it may have none"""
     answer: builtins.int
     """number of the last answer that the node acts on; 0: it has none"""
-    takes_digests: builtins.bool
-    """the node asks for the schemas of writes; else they are in the answer"""
     @property
     def node(self) -> Global___Node: ...
     @property
@@ -1946,10 +1943,9 @@ class HeartbeatRequest(google.protobuf.message.Message):
         report: builtins.int = ...,
         since: builtins.int = ...,
         answer: builtins.int = ...,
-        takes_digests: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["node", b"node"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["answer", b"answer", "datasets", b"datasets", "node", b"node", "report", b"report", "reports", b"reports", "since", b"since", "takes_digests", b"takes_digests"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["answer", b"answer", "datasets", b"datasets", "node", b"node", "report", b"report", "reports", b"reports", "since", b"since"]) -> None: ...
 
 Global___HeartbeatRequest: typing_extensions.TypeAlias = HeartbeatRequest
 
@@ -2696,7 +2692,6 @@ class OpenWrite(google.protobuf.message.Message):
 
     WRITE_ID_FIELD_NUMBER: builtins.int
     DATASET_FIELD_NUMBER: builtins.int
-    SCHEMA_FIELD_NUMBER: builtins.int
     TARGET_SHARD_BYTES_FIELD_NUMBER: builtins.int
     NULLS_FIELD_NUMBER: builtins.int
     FULL_WAIT_S_FIELD_NUMBER: builtins.int
@@ -2704,8 +2699,6 @@ class OpenWrite(google.protobuf.message.Message):
     SCHEMA_DIGEST_FIELD_NUMBER: builtins.int
     write_id: builtins.str
     dataset: builtins.str
-    schema: builtins.bytes
-    """Arrow IPC schema message of the stored columns; empty: ask for it"""
     target_shard_bytes: builtins.int
     nulls: builtins.str
     """see DatasetSpec"""
@@ -2719,14 +2712,13 @@ class OpenWrite(google.protobuf.message.Message):
         *,
         write_id: builtins.str = ...,
         dataset: builtins.str = ...,
-        schema: builtins.bytes = ...,
         target_shard_bytes: builtins.int = ...,
         nulls: builtins.str = ...,
         full_wait_s: builtins.float = ...,
         committed: builtins.bool = ...,
         schema_digest: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["committed", b"committed", "dataset", b"dataset", "full_wait_s", b"full_wait_s", "nulls", b"nulls", "schema", b"schema", "schema_digest", b"schema_digest", "target_shard_bytes", b"target_shard_bytes", "write_id", b"write_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["committed", b"committed", "dataset", b"dataset", "full_wait_s", b"full_wait_s", "nulls", b"nulls", "schema_digest", b"schema_digest", "target_shard_bytes", b"target_shard_bytes", "write_id", b"write_id"]) -> None: ...
 
 Global___OpenWrite: typing_extensions.TypeAlias = OpenWrite
 
