@@ -49,6 +49,7 @@ from cache_protocol.errors import (
 from cache_protocol.storage.layout import schema_from_bytes
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.wire.load_progress import LoadMeter, LoadReport
+from cache_protocol.wire.records import record
 
 _MAX_NODES = 100_000  # of a plan, whose answer has an entry for each node
 MAX_MEMORY_BYTES = 2**64 - 1  # uint64 on the wire
@@ -408,18 +409,7 @@ class CacheClient:
         with self._coordinator.calls(deadline) as calls:
             response = calls.call(calls.stub.ListNodes, pb.ListNodesRequest(), deadline)
         nodes = tuple(
-            NodeInfo(
-                node.id,
-                node.flight_location,
-                node.control_location,
-                node.cache_dir,
-                node.memory_limit_bytes or None,
-                node.stored_bytes,
-                node.stored_shards,
-                node.alive,
-                node.version,
-                node.untrusted,
-            )
+            record(NodeInfo, node, memory_limit_bytes=node.memory_limit_bytes or None)
             for node in response.nodes
         )
         return CacheStatus(nodes, response.now_s)

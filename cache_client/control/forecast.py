@@ -10,6 +10,7 @@ import pyarrow as pa
 from cache_client.order.order import StepPlan
 from cache_protocol.storage.layout import schema_from_bytes
 from cache_protocol.v1 import cache_pb2 as pb
+from cache_protocol.wire.records import record
 
 
 @dataclass(frozen=True)
@@ -136,45 +137,17 @@ def from_proto(forecast: pb.LoadForecast, world_size: int, batch_size: int) -> L
     if expected is not None:
         steps = plan.num_steps
         step_bytes = batch_size * (forecast.num_bytes // known) if known else 0
-    return LoadForecast(
+    return record(
+        LoadForecast,
+        forecast,
         name=forecast.spec.name,
-        fingerprint=forecast.fingerprint,
-        whole=forecast.whole,
-        why=forecast.why,
-        ordered=forecast.ordered,
         schema=schema_from_bytes(forecast.schema),
-        tables=tuple(_table(table) for table in forecast.tables),
-        num_rows=known,
-        rows_exact=forecast.rows_exact,
-        num_bytes=forecast.num_bytes,
-        makes_rows=forecast.makes_rows,
-        guessed_columns=tuple(forecast.guessed_columns),
-        num_shards=forecast.num_shards,
-        largest_shard_bytes=forecast.largest_shard_bytes,
-        node_bytes=tuple(forecast.node_bytes),
-        load_memory_bytes=forecast.load_memory_bytes,
+        tables=tuple(record(TableForecast, table) for table in forecast.tables),
         replicas=forecast.spec.replicas,
         memory_limit_bytes=forecast.memory_limit_bytes or None,
         nodes_needed=forecast.nodes_needed or None,
-        shards_reused=forecast.shards_reused,
-        load_s=forecast.load_s if forecast.HasField("load_s") else None,
-        nulls=dict(forecast.nulls),
         world_size=world_size,
         batch_size=batch_size,
         steps_per_epoch=steps,
         step_bytes=step_bytes,
-    )
-
-
-def _table(table: pb.TableForecast) -> TableForecast:
-    return TableForecast(
-        table.name,
-        table.format,
-        table.num_files,
-        table.source_bytes,
-        table.num_rows if table.HasField("num_rows") else None,
-        table.num_bytes,
-        tuple(table.columns),
-        table.by_split,
-        table.bytes_by,
     )

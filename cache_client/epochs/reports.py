@@ -30,6 +30,7 @@ from cache_protocol.errors import (
 )
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.wire.credentials import NO_CREDENTIALS, Credentials
+from cache_protocol.wire.records import NODE_SUMS, REPORT_SUMS
 
 logger = logging.getLogger(__name__)
 
@@ -213,28 +214,11 @@ class Reporter:
             epoch=pass_.epoch,
             step=pass_.handed_out,
             num_steps=0 if pass_.plan.num_rows == UNKNOWN_ROWS else pass_.plan.num_steps,
-            elapsed_s=sums.elapsed_s,
-            waited_s=sums.waited_s,
-            computed_s=sums.computed_s,
-            fetch_s=sums.fetch_s,
-            transform_s=sums.transform_s,
-            batches=sums.batches,
-            rows=sums.rows,
-            local_rows=sums.local_rows,
-            local_bytes=sums.local_bytes,
             nodes=[
-                pb.NodeReads(
-                    node_id=node_id,
-                    rows=node.rows,
-                    num_bytes=node.num_bytes,
-                    waited_s=node.waited_s,
-                    failures=node.failures,
-                )
+                pb.NodeReads(node_id=node_id, **{name: getattr(node, name) for name in NODE_SUMS})
                 for node_id, node in nodes
             ],
-            failovers=sums.failovers,
-            refetches=sums.refetches,
-            queue_depth=sums.queue_depth,
+            **{name: getattr(sums, name) for name in REPORT_SUMS},
             expires_s=_EXPIRES_INTERVALS * max(self._interval_s, self._last_gap_s),
             audit="" if record is None else json.dumps(record.to_dict(), separators=(",", ":")),
         )

@@ -2058,7 +2058,6 @@ class ReaderReport(google.protobuf.message.Message):
     FAILOVERS_FIELD_NUMBER: builtins.int
     REFETCHES_FIELD_NUMBER: builtins.int
     QUEUE_DEPTH_FIELD_NUMBER: builtins.int
-    NUM_WORKERS_FIELD_NUMBER: builtins.int
     EXPIRES_S_FIELD_NUMBER: builtins.int
     AUDIT_FIELD_NUMBER: builtins.int
     NAMESPACE_FIELD_NUMBER: builtins.int
@@ -2096,7 +2095,6 @@ class ReaderReport(google.protobuf.message.Message):
     """attempts to get a window, beyond the first"""
     queue_depth: builtins.float
     """windows that were ready when one was taken; the mean"""
-    num_workers: builtins.int
     expires_s: builtins.float
     """without another report, the reader has stopped"""
     audit: builtins.str
@@ -2133,13 +2131,12 @@ class ReaderReport(google.protobuf.message.Message):
         failovers: builtins.int = ...,
         refetches: builtins.int = ...,
         queue_depth: builtins.float = ...,
-        num_workers: builtins.int = ...,
         expires_s: builtins.float = ...,
         audit: builtins.str = ...,
         namespace: builtins.str = ...,
         principal: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["audit", b"audit", "batches", b"batches", "computed_s", b"computed_s", "dataset", b"dataset", "elapsed_s", b"elapsed_s", "epoch", b"epoch", "expires_s", b"expires_s", "failovers", b"failovers", "fetch_s", b"fetch_s", "fingerprint", b"fingerprint", "job", b"job", "local_bytes", b"local_bytes", "local_rows", b"local_rows", "namespace", b"namespace", "nodes", b"nodes", "num_steps", b"num_steps", "num_workers", b"num_workers", "principal", b"principal", "queue_depth", b"queue_depth", "rank", b"rank", "refetches", b"refetches", "rows", b"rows", "run", b"run", "step", b"step", "transform_s", b"transform_s", "waited_s", b"waited_s", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["audit", b"audit", "batches", b"batches", "computed_s", b"computed_s", "dataset", b"dataset", "elapsed_s", b"elapsed_s", "epoch", b"epoch", "expires_s", b"expires_s", "failovers", b"failovers", "fetch_s", b"fetch_s", "fingerprint", b"fingerprint", "job", b"job", "local_bytes", b"local_bytes", "local_rows", b"local_rows", "namespace", b"namespace", "nodes", b"nodes", "num_steps", b"num_steps", "principal", b"principal", "queue_depth", b"queue_depth", "rank", b"rank", "refetches", b"refetches", "rows", b"rows", "run", b"run", "step", b"step", "transform_s", b"transform_s", "waited_s", b"waited_s", "world_size", b"world_size"]) -> None: ...
 
 Global___ReaderReport: typing_extensions.TypeAlias = ReaderReport
 
