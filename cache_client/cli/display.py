@@ -201,23 +201,9 @@ def show_line(text: str) -> None:
 
 def dataset_json(info: DatasetInfo) -> dict[str, Any]:
     """A dataset for programs."""
-    return {
-        "name": info.name,
-        "state": info.state,
-        "error": info.error,
-        "waits": info.waits,
-        "notes": list(info.notes),
-        "fingerprint": info.fingerprint,
-        "num_rows": info.num_rows,
-        "num_bytes": info.num_bytes,
-        "num_shards": info.num_shards,
-        "replicas": info.replicas,
-        "nulls": dict(info.nulls),
-        "shards_reused": info.shards_reused,
-        "files_read": info.files_read,
-        "columns": {field.name: type_name(field.type) for field in info.schema},
-        "placement": {str(shard): list(nodes) for shard, nodes in info.placement.items()},
-    }
+    facts = asdict(replace(info, schema=None))
+    del facts["schema"]
+    return {**facts, "columns": {field.name: type_name(field.type) for field in info.schema}}
 
 
 def show_rows(names: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

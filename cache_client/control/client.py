@@ -296,9 +296,7 @@ class CacheClient:
             full_wait_s=full_wait_s,
             append=append,
         )
-        deadline = self._coordinator.deadline()
-        with self._coordinator.calls(deadline) as calls:
-            begun = calls.call(calls.stub.BeginWrite, request, deadline)
+        begun = self._coordinator.ask("BeginWrite", request)
         return writes.Write(
             begun.dataset,
             begun.write_id,
@@ -352,16 +350,13 @@ class CacheClient:
             memory_limit_bytes=memory_limit_bytes or 0,
         )
         deadline = time.monotonic() + float(timeout_s)
-        with self._coordinator.calls(deadline) as calls:
-            response = calls.call(calls.stub.PlanDataset, request, deadline)
+        response = self._coordinator.ask("PlanDataset", request, deadline)
         assert ranks is not None and rows is not None  # checked above
         return forecast_from_proto(response.forecast, ranks, rows)
 
     def datasets(self) -> list[DatasetInfo]:
         """One version of every dataset, by name: the newest version that has not failed."""
-        deadline = self._coordinator.deadline()
-        with self._coordinator.calls(deadline) as calls:
-            response = calls.call(calls.stub.ListDatasets, pb.ListDatasetsRequest(), deadline)
+        response = self._coordinator.ask("ListDatasets", pb.ListDatasetsRequest())
         return [dataset_info(info) for info in response.datasets]
 
     def describe(self, name: str) -> DatasetInfo:
@@ -374,9 +369,7 @@ class CacheClient:
 
     def _described(self, name: str) -> pb.DatasetInfo:
         request = pb.GetDatasetRequest(name=checked_name(name))
-        deadline = self._coordinator.deadline()
-        with self._coordinator.calls(deadline) as calls:
-            response: pb.GetDatasetResponse = calls.call(calls.stub.GetDataset, request, deadline)
+        response: pb.GetDatasetResponse = self._coordinator.ask("GetDataset", request)
         return response.dataset
 
     def _newest(self, name: str) -> Newest | None:
@@ -395,9 +388,7 @@ class CacheClient:
             DatasetNotFoundError: lists the existing datasets.
         """
         request = pb.DeleteDatasetRequest(name=checked_name(name))
-        deadline = self._coordinator.deadline()
-        with self._coordinator.calls(deadline) as calls:
-            calls.call(calls.stub.DeleteDataset, request, deadline)
+        self._coordinator.ask("DeleteDataset", request)
 
     def nodes(self) -> list[NodeInfo]:
         """Every node that the coordinator knows, by id."""
@@ -405,9 +396,7 @@ class CacheClient:
 
     def cache_status(self) -> CacheStatus:
         """The nodes that the coordinator knows, and its clock."""
-        deadline = self._coordinator.deadline()
-        with self._coordinator.calls(deadline) as calls:
-            response = calls.call(calls.stub.ListNodes, pb.ListNodesRequest(), deadline)
+        response = self._coordinator.ask("ListNodes", pb.ListNodesRequest())
         nodes = tuple(
             record(NodeInfo, node, memory_limit_bytes=node.memory_limit_bytes or None)
             for node in response.nodes
@@ -428,9 +417,7 @@ class CacheClient:
             DatasetNotFoundError: no reader of such a job has reported; lists those that have.
         """
         request = pb.ListJobsRequest(name=name, audits=audits)
-        deadline = self._coordinator.deadline()
-        with self._coordinator.calls(deadline) as calls:
-            response = calls.call(calls.stub.ListJobs, request, deadline)
+        response = self._coordinator.ask("ListJobs", request)
         return [job_info(job) for job in response.jobs]
 
     def read(

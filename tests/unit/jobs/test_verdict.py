@@ -18,8 +18,6 @@ def judge(windows: Sequence[RankWindow]) -> verdicts.Verdict:
 def rank(number: int = 0, **changes: object) -> RankWindow:
     """A rank that computes for 100 ms a step, and never waits."""
     window = RankWindow(number, 100, elapsed_s=10.0, waited_s=0.1, computed_s=9.9, rows=1000)
-        number, batches=100, elapsed_s=10.0, waited_s=0.1, computed_s=9.9, rows=1000
-    )
     return replace(window, **changes)  # type: ignore[arg-type]
 
 
