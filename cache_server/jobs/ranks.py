@@ -11,8 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final
 
-from cache_protocol.wire import records
-
 # Sums are whole numbers of this size: sums of floats would keep the rounding errors of values that
 # have left.
 _UNIT: Final = 1e-6
@@ -97,9 +95,9 @@ def _less(window: object, earlier: object, names: Sequence[str]) -> dict[str, An
     return {name: max(0, getattr(window, name) - getattr(earlier, name)) for name in names}
 
 
-# The sums that are used here, by their names in the report.
-SUMS: Final = tuple(each.name for each in fields(RankWindow) if each.name in records.REPORT_SUMS)
-NODE_SUMS: Final = tuple(each.name for each in fields(NodeWindow) if each.name in records.NODE_SUMS)
+# The sums of a report that are used here: its message has the same names.
+SUMS: Final = tuple(each.name for each in fields(RankWindow) if each.name not in ("rank", "nodes"))
+NODE_SUMS: Final = tuple(each.name for each in fields(NodeWindow))
 
 
 @dataclass(frozen=True)

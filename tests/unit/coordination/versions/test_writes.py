@@ -240,7 +240,7 @@ def test_a_write_ends_when_it_is_idle_for_too_long_and_there_are_not_too_many(
         begin(coordinator, f"team-{number}/{NAME}")
     with pytest.raises(RequestError, match=f"a cache has at most {writes.MAX_OPEN}"):
         begin(coordinator, f"team/{NAME}")
-    assert not any(write.schema for write in node.beat().writes)
+    assert all(write.schema_digest for write in node.beat().writes if not write.committed)
     with pytest.raises(RequestError, match="no source and no query"):
         request = pb.BeginWriteRequest(spec=pb.DatasetSpec(name=NAME, sql="SELECT 1"))
         coordinator.begin_write(request, SCHEMA)
