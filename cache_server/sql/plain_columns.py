@@ -8,10 +8,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pyarrow as pa
-
-from cache_server.sql.nested_types import with_fields
 
 
 def plain_schema(schema: pa.Schema) -> pa.Schema:
@@ -117,3 +117,24 @@ def _without_hidden_rows(array: pa.Array) -> pa.Array:
         return array
     whole = pa.concat_arrays([array, array.slice(0, 0)])  # see `shards.packing`: not of a slice
     return whole.take(pa.array(np.arange(len(whole))))
+
+
+def with_fields(dtype: pa.DataType, change: Callable[[pa.Field], pa.Field]) -> pa.DataType:
+    """A type with other fields in its structs, maps and lists; any other type as it is.
+
+    Args:
+        change: called once for each field, in their order. A map's key stays without nulls.
+    """
+    types = pa.types
+    if types.is_struct(dtype):
+        return pa.struct([change(child) for child in dtype])
+    if types.is_map(dtype):
+        key = change(dtype.key_field).with_nullable(False)
+        return pa.map_(key, change(dtype.item_field), dtype.keys_sorted)
+    if types.is_list(dtype):
+        return pa.list_(change(dtype.value_field))
+    if types.is_large_list(dtype):
+        return pa.large_list(change(dtype.value_field))
+    if types.is_fixed_size_list(dtype):
+        return pa.list_(change(dtype.value_field), dtype.list_size)
+    return dtype

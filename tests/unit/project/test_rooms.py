@@ -72,7 +72,6 @@ PURE_MODULES = (
     "cache_server/source/byte_ranges.py",
     "cache_server/source/pinned.py",
     "cache_server/sql/plain_columns.py",
-    "cache_server/sql/nested_types.py",
     "cache_server/sql/quoting.py",
     "cache_server/sql/select_list.py",
     "cache_server/sql/selection.py",
