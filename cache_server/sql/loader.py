@@ -442,13 +442,15 @@ def _csv_rows(
     check_first_bytes(file.path, file.format)
     check_quotes(file.path, file.split, table.escape)
     stored = stored_columns(table, table.partition_of(file.split))
-    read = stored_and_read(file, table)
     texts = pa.schema([field.with_type(pa.string()) for field in stored])
+    read = stored_and_read(file, table)
+    if not read.names:  # only the number of rows counts
+        read = pa.schema([texts.field(0)])
     numbers = {f.name for f in read if is_number(f.type) and GIVEN not in (f.metadata or {})}
     if numbers and not may_have_zeros(file.path):
         numbers.clear()
     num_rows = 0
-    for batch in select_read(file, table, texts).execute_stream():
+    for batch in select_read(file, table, texts, read.names).execute_stream():
         rows, columns = batch.to_pyarrow(), []
         for column, field in zip(rows.columns, read, strict=True):
             if field.name in numbers and has_zeros(column):
