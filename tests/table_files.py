@@ -10,7 +10,7 @@ from cache_protocol.datasets.dataset_spec import DatasetSpec, TableSpec
 from cache_server.source.pinned import PinnedTable, SourceFile, Split
 from cache_server.sql import loader
 from cache_server.sql.local_tables import LocalFile
-from cache_server.tables import files as sources
+from cache_server.tables import local_files
 
 ALL = "SELECT * FROM source"
 
@@ -34,7 +34,7 @@ def table_spec(*given: str | Path, **options: Any) -> TableSpec:
 
 def find(*given: str | Path, format: str | None = None) -> tuple[str, tuple[SourceFile, ...]]:
     """The format and the files of a source."""
-    return sources.find_files(table_spec(*given, format=format))[:2]
+    return local_files.find_files(table_spec(*given, format=format))[:2]
 
 
 def paths_of(*given: str | Path, format: str | None = None) -> list[str]:

@@ -110,15 +110,6 @@ def forecast_facts(forecast: LoadForecast) -> list[tuple[str, str]]:
     exact = "" if forecast.rows_exact else " before the query"
     rows = "unknown" if forecast.num_rows is None else f"{forecast.num_rows:,}{exact}"
     facts.append(("rows", rows))
-    if forecast.filtered_rows is not None:
-        share = forecast.filtered_rows / forecast.num_rows if forecast.num_rows else 0.0
-        facts.append(
-            (
-                "after the filter",
-                f"about {forecast.filtered_rows:,} rows, "
-                f"{size(round(forecast.num_bytes * share))}, from statistics",
-            )
-        )
     if forecast.nulls:
         facts.append(("nulls", f"{_nulls(forecast.nulls)}{exact}"))
     in_shards = f"{size(forecast.num_bytes)} in {_count(forecast.num_shards, 'shard')}"
@@ -154,8 +145,7 @@ def forecast_facts(forecast: LoadForecast) -> list[tuple[str, str]]:
         )
     job = f"{_count(forecast.world_size, 'rank')} with batches of {forecast.batch_size:,}"
     if forecast.steps_per_epoch is not None and forecast.step_bytes is not None:
-        about = "" if forecast.rows_exact else "about "
-        facts.append(("steps", f"{about}{forecast.steps_per_epoch:,} an epoch, for {job}"))
+        facts.append(("steps", f"{forecast.steps_per_epoch:,} an epoch, for {job}"))
         facts.append(("a step", f"{size(forecast.step_bytes)} for each rank"))
     return facts
 
@@ -202,23 +192,9 @@ def show_line(text: str) -> None:
 
 def dataset_json(info: DatasetInfo) -> dict[str, Any]:
     """A dataset for programs."""
-    return {
-        "name": info.name,
-        "state": info.state,
-        "error": info.error,
-        "waits": info.waits,
-        "notes": list(info.notes),
-        "fingerprint": info.fingerprint,
-        "num_rows": info.num_rows,
-        "num_bytes": info.num_bytes,
-        "num_shards": info.num_shards,
-        "replicas": info.replicas,
-        "nulls": dict(info.nulls),
-        "shards_reused": info.shards_reused,
-        "files_read": info.files_read,
-        "columns": {field.name: type_name(field.type) for field in info.schema},
-        "placement": {str(shard): list(nodes) for shard, nodes in info.placement.items()},
-    }
+    facts = asdict(replace(info, schema=None))
+    del facts["schema"]
+    return {**facts, "columns": {field.name: type_name(field.type) for field in info.schema}}
 
 
 def show_rows(names: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

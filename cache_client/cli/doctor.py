@@ -84,17 +84,16 @@ def _of_cache(client: CacheClient, version: str) -> Iterator[Check]:
         f"this program {version}" + (f", nodes {', '.join(others)}" if others else ", nodes same"),
         "install the same version in the jobs and in the cache" if others else "",
     )
-    if status.now_s:
-        offset_s = status.now_s - (asked_time + took_s / 2)
-        is_off = abs(offset_s) > _CLOCK_S + took_s
-        yield Check(
-            "clock",
-            "warning" if is_off else "ok",
-            f"the coordinator's clock differs by {offset_s:+.1f} s",
-            "run a time service, such as chrony: certificates and tokens depend on the clock"
-            if is_off
-            else "",
-        )
+    offset_s = status.now_s - (asked_time + took_s / 2)
+    is_off = abs(offset_s) > _CLOCK_S + took_s
+    yield Check(
+        "clock",
+        "warning" if is_off else "ok",
+        f"the coordinator's clock differs by {offset_s:+.1f} s",
+        "run a time service, such as chrony: certificates and tokens depend on the clock"
+        if is_off
+        else "",
+    )
     lost = [node.id for node in status.nodes if not node.alive]
     yield Check(
         "nodes",

@@ -49,6 +49,7 @@ from cache_protocol.errors import (
 from cache_protocol.storage.layout import Layout, schema_from_bytes
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.wire.load_progress import LoadMeter, LoadReport
+from cache_protocol.wire.records import record
 
 _MAX_NODES = 100_000  # of a plan, whose answer has an entry for each node
 MAX_MEMORY_BYTES = 2**64 - 1  # uint64 on the wire
@@ -297,9 +298,7 @@ class CacheClient:
             full_wait_s=full_wait_s,
             append=append,
         )
-        deadline = self._coordinator.deadline()
-        with self._coordinator.calls(deadline) as calls:
-            begun = calls.call(calls.stub.BeginWrite, request, deadline)
+        begun = self._coordinator.ask("BeginWrite", request)
         stored = schema_from_bytes(begun.schema)
         return writes.Write(
             begun.dataset,
@@ -354,16 +353,13 @@ class CacheClient:
             memory_limit_bytes=memory_limit_bytes or 0,
         )
         deadline = time.monotonic() + float(timeout_s)
-        with self._coordinator.calls(deadline) as calls:
-            response = calls.call(calls.stub.PlanDataset, request, deadline)
+        response = self._coordinator.ask("PlanDataset", request, deadline)
         assert ranks is not None and rows is not None  # checked above
         return forecast_from_proto(response.forecast, ranks, rows)
 
     def datasets(self) -> list[DatasetInfo]:
         """One version of every dataset, by name: the newest version that has not failed."""
-        deadline = self._coordinator.deadline()
-        with self._coordinator.calls(deadline) as calls:
-            response = calls.call(calls.stub.ListDatasets, pb.ListDatasetsRequest(), deadline)
+        response = self._coordinator.ask("ListDatasets", pb.ListDatasetsRequest())
         return [dataset_info(info) for info in response.datasets]
 
     def describe(self, name: str) -> DatasetInfo:
@@ -376,9 +372,7 @@ class CacheClient:
 
     def _described(self, name: str) -> pb.DatasetInfo:
         request = pb.GetDatasetRequest(name=checked_name(name))
-        deadline = self._coordinator.deadline()
-        with self._coordinator.calls(deadline) as calls:
-            response: pb.GetDatasetResponse = calls.call(calls.stub.GetDataset, request, deadline)
+        response: pb.GetDatasetResponse = self._coordinator.ask("GetDataset", request)
         return response.dataset
 
     def _newest(self, name: str) -> Newest | None:
@@ -397,9 +391,7 @@ class CacheClient:
             DatasetNotFoundError: lists the existing datasets.
         """
         request = pb.DeleteDatasetRequest(name=checked_name(name))
-        deadline = self._coordinator.deadline()
-        with self._coordinator.calls(deadline) as calls:
-            calls.call(calls.stub.DeleteDataset, request, deadline)
+        self._coordinator.ask("DeleteDataset", request)
 
     def nodes(self) -> list[NodeInfo]:
         """Every node that the coordinator knows, by id."""
@@ -407,22 +399,9 @@ class CacheClient:
 
     def cache_status(self) -> CacheStatus:
         """The nodes that the coordinator knows, and its clock."""
-        deadline = self._coordinator.deadline()
-        with self._coordinator.calls(deadline) as calls:
-            response = calls.call(calls.stub.ListNodes, pb.ListNodesRequest(), deadline)
+        response = self._coordinator.ask("ListNodes", pb.ListNodesRequest())
         nodes = tuple(
-            NodeInfo(
-                node.id,
-                node.flight_location,
-                node.control_location,
-                node.cache_dir,
-                node.memory_limit_bytes or None,
-                node.stored_bytes,
-                node.stored_shards,
-                node.alive,
-                node.version,
-                node.untrusted,
-            )
+            record(NodeInfo, node, memory_limit_bytes=node.memory_limit_bytes or None)
             for node in response.nodes
         )
         return CacheStatus(nodes, response.now_s)
@@ -441,9 +420,7 @@ class CacheClient:
             DatasetNotFoundError: no reader of such a job has reported; lists those that have.
         """
         request = pb.ListJobsRequest(name=name, audits=audits)
-        deadline = self._coordinator.deadline()
-        with self._coordinator.calls(deadline) as calls:
-            response = calls.call(calls.stub.ListJobs, request, deadline)
+        response = self._coordinator.ask("ListJobs", request)
         return [job_info(job) for job in response.jobs]
 
     def read(

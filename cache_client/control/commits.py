@@ -78,11 +78,8 @@ class Commits:
         """Asks for a commit, again while the version to append to is not ready."""
 
         def ask() -> pb.CommitWriteResponse:
-            with self.coordinator.calls(self.coordinator.deadline()) as calls:
-                answer: pb.CommitWriteResponse = calls.call(
-                    calls.stub.CommitWrite, request, self.coordinator.deadline()
-                )
-                return answer
+            answer: pb.CommitWriteResponse = self.coordinator.ask("CommitWrite", request)
+            return answer
 
         reachable = Retrying(
             retry=retry_if_exception_type(NodeUnavailableError),
@@ -109,6 +106,4 @@ class Commits:
     def abort(self, write: Write) -> None:
         """Aborts a write; see `Write.abort`."""
         request = pb.AbortWriteRequest(write_id=write.write_id)
-        deadline = self.coordinator.deadline()
-        with self.coordinator.calls(deadline) as calls:
-            calls.call(calls.stub.AbortWrite, request, deadline)
+        self.coordinator.ask("AbortWrite", request)

@@ -62,6 +62,20 @@ class Coordinator:
         """The end of a call that begins now."""
         return time.monotonic() + self.access.deadline_s
 
+    def ask(self, method: str, request: object, deadline: float | None = None) -> Any:
+        """The answer to one request.
+
+        Args:
+            method: of the service.
+            deadline: by `time.monotonic`; None: that of a call that begins now.
+
+        Raises:
+            CacheError: of the coordinator, or because it does not answer.
+        """
+        deadline = self.deadline() if deadline is None else deadline
+        with self.calls(deadline) as calls:
+            return calls.call(getattr(calls.stub, method), request, deadline)
+
     @contextmanager
     def calls(self, deadline: float | None) -> Iterator[Calls]:
         """Finds the coordinator, and opens a channel to it.

@@ -10,6 +10,7 @@ import pyarrow as pa
 from cache_client.order.order import StepPlan
 from cache_protocol.storage.layout import schema_from_bytes
 from cache_protocol.v1 import cache_pb2 as pb
+from cache_protocol.wire.records import record
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,6 @@ class LoadForecast:
         schema: of the result: logical columns in their storage types.
         num_rows: before any filter; None for a whole query, or if a format does not tell.
         rows_exact: the result will have exactly ``num_rows``.
-        filtered_rows: rows that pass the filter, estimated from statistics; None without a filter
-            or statistics.
         num_bytes: decoded, after projection and before any filter, of one replica; for a whole
             query, what it reads.
         makes_rows: an unnest or a join makes any number of rows from one; bytes count one for each.
@@ -67,7 +66,7 @@ class LoadForecast:
             before any load, and for a whole query.
         nulls: column of numbers -> its nulls, before any filter, where statistics tell.
         world_size, batch_size: as requested.
-        steps_per_epoch: of each rank; None if the rows are not known.
+        steps_per_epoch: of each rank; None if the rows are not known, as with a filter.
         step_bytes: decoded bytes of a rank's full step; None if the rows are not known.
     """
 
@@ -80,7 +79,6 @@ class LoadForecast:
     tables: tuple[TableForecast, ...]
     num_rows: int | None
     rows_exact: bool
-    filtered_rows: int | None
     num_bytes: int
     makes_rows: bool
     guessed_columns: tuple[str, ...]
@@ -133,53 +131,23 @@ def from_proto(forecast: pb.LoadForecast, world_size: int, batch_size: int) -> L
         ValueError: ``world_size`` or ``batch_size`` is not positive; quotes it.
     """
     known = forecast.num_rows if forecast.HasField("num_rows") else None
-    filtered = forecast.filtered_rows if forecast.HasField("filtered_rows") else None
-    expected = known if forecast.rows_exact else filtered
+    expected = known if forecast.rows_exact else None
     steps, step_bytes = None, None
     plan = StepPlan(expected or 0, world_size, batch_size)
     if expected is not None:
         steps = plan.num_steps
         step_bytes = batch_size * (forecast.num_bytes // known) if known else 0
-    return LoadForecast(
+    return record(
+        LoadForecast,
+        forecast,
         name=forecast.spec.name,
-        fingerprint=forecast.fingerprint,
-        whole=forecast.whole,
-        why=forecast.why,
-        ordered=forecast.ordered,
         schema=schema_from_bytes(forecast.schema),
-        tables=tuple(_table(table) for table in forecast.tables),
-        num_rows=known,
-        rows_exact=forecast.rows_exact,
-        filtered_rows=filtered,
-        num_bytes=forecast.num_bytes,
-        makes_rows=forecast.makes_rows,
-        guessed_columns=tuple(forecast.guessed_columns),
-        num_shards=forecast.num_shards,
-        largest_shard_bytes=forecast.largest_shard_bytes,
-        node_bytes=tuple(forecast.node_bytes),
-        load_memory_bytes=forecast.load_memory_bytes,
+        tables=tuple(record(TableForecast, table) for table in forecast.tables),
         replicas=forecast.spec.replicas,
         memory_limit_bytes=forecast.memory_limit_bytes or None,
         nodes_needed=forecast.nodes_needed or None,
-        shards_reused=forecast.shards_reused,
-        load_s=forecast.load_s if forecast.HasField("load_s") else None,
-        nulls=dict(forecast.nulls),
         world_size=world_size,
         batch_size=batch_size,
         steps_per_epoch=steps,
         step_bytes=step_bytes,
-    )
-
-
-def _table(table: pb.TableForecast) -> TableForecast:
-    return TableForecast(
-        table.name,
-        table.format,
-        table.num_files,
-        table.source_bytes,
-        table.num_rows if table.HasField("num_rows") else None,
-        table.num_bytes,
-        tuple(table.columns),
-        table.by_split,
-        table.bytes_by,
     )

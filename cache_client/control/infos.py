@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any, Literal, TypeVar
+from dataclasses import dataclass, field
+from typing import Literal
 
 import pyarrow as pa
 
 from cache_protocol.storage.layout import Layout, schema_from_bytes
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.wire.load_progress import state_name
-
-_R = TypeVar("_R")
+from cache_protocol.wire.records import record
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ class NodeInfo:
 
     Attributes:
         memory_limit_bytes: None if there is no limit.
-        version: of its package; empty if it is of an earlier release.
+        version: of its package; empty if it was not heard yet.
         untrusted: why the coordinator ignores the node; empty: it does not.
     """
 
@@ -95,7 +94,7 @@ class CacheStatus:
 
     Attributes:
         nodes: by id.
-        now_s: clock of the coordinator, in seconds since 1970; 0 if it is of an earlier release.
+        now_s: clock of the coordinator, in seconds since 1970.
     """
 
     nodes: tuple[NodeInfo, ...]
@@ -104,22 +103,19 @@ class CacheStatus:
 
 def dataset_info(info: pb.DatasetInfo) -> DatasetInfo:
     """The record of a message."""
-    return DatasetInfo(
-        info.spec.name,
-        info.fingerprint,
-        info.num_rows,
-        info.num_bytes,
-        len(info.shards),
-        Layout(schema_from_bytes(info.schema)).logical if info.schema else pa.schema([]),
-        state_name(info.state),
-        {shard.index: tuple(shard.node_ids) for shard in info.shards},
-        info.error.message or None,
-        info.progress.waits or None,
-        info.spec.replicas,
-        dict(info.nulls),
-        tuple(info.notes),
-        info.progress.shards_reused,
-        info.progress.files_read,
+    return record(
+        DatasetInfo,
+        info,
+        name=info.spec.name,
+        num_shards=len(info.shards),
+        schema=Layout(schema_from_bytes(info.schema)).logical if info.schema else pa.schema([]),
+        state=state_name(info.state),
+        placement={shard.index: tuple(shard.node_ids) for shard in info.shards},
+        error=info.error.message or None,
+        waits=info.progress.waits or None,
+        replicas=info.spec.replicas,
+        shards_reused=info.progress.shards_reused,
+        files_read=info.progress.files_read,
     )
 
 
@@ -224,7 +220,7 @@ class JobInfo:
     namespace: str
     num_ranks: int
     ranks_disagree: bool
-    end: Literal["", "finished", "stopped", "failed"]
+    end: Literal["", finished, stopped, failed]
 
 
 _PARTS = {"ranks": RankInfo, "nodes": NodeShare, "history": JobSample, "audits": AuditEntry}
@@ -239,18 +235,7 @@ _ENDS = {
 def job_info(info: pb.JobInfo) -> JobInfo:
     """The record of a message."""
     parts: dict[str, tuple[object, ...]] = {
-        name: tuple(_record(part, message) for message in getattr(info, name))
+        name: tuple(record(part, message) for message in getattr(info, name))
         for name, part in _PARTS.items()
     }
-    return _record(JobInfo, info, **parts, end=_ENDS.get(info.end, ""))
-
-
-def _record(kind: type[_R], message: Any, **parts: Any) -> _R:
-    """The fields of a message as a record that has the same ones."""
-    names = [each.name for each in fields(kind)]  # type: ignore[arg-type]
-    values = {name: getattr(message, name) for name in names if name not in parts}
-    return kind(**{name: _plain(value) for name, value in values.items()}, **parts)
-
-
-def _plain(value: Any) -> Any:
-    return value if isinstance(value, str | bool | int | float) else tuple(value)
+    return record(JobInfo, info, **parts, end=_ENDS.get(info.end, ""))

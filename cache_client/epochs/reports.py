@@ -1,7 +1,7 @@
 """Sends reports of a reader to the cache, in the background.
 
-A report has sums since the run began, so a lost one loses nothing. A cache that does not know the
-action gets no further ones. The answer to a report tells whether the ranks of the job disagree. So
+A report has sums since the run began, so a lost one loses nothing. A cache that refuses one
+gets no further ones. The answer to a report tells whether the ranks of the job disagree. So
 the first reports of a run come in short intervals, also where a step takes long.
 """
 
@@ -32,6 +32,7 @@ from cache_protocol.errors import (
 )
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.wire.credentials import NO_CREDENTIALS, Credentials
+from cache_protocol.wire.records import NODE_SUMS, REPORT_SUMS
 
 logger = logging.getLogger(__name__)
 
@@ -247,7 +248,7 @@ class Reporter:
                 error = refusal  # a later report may be taken: the dataset may come back
                 break
             except CacheError as refusal:
-                # A node of an earlier release, or a refused name: the next report would be, too.
+                # Such as a refused name: the next report would be refused, too.
                 self._refused = True
                 error = refusal
                 break
@@ -281,28 +282,11 @@ class Reporter:
             epoch=pass_.epoch,
             step=pass_.handed_out,
             num_steps=0 if pass_.plan.num_rows == UNKNOWN_ROWS else pass_.plan.num_steps,
-            elapsed_s=sums.elapsed_s,
-            waited_s=sums.waited_s,
-            computed_s=sums.computed_s,
-            fetch_s=sums.fetch_s,
-            transform_s=sums.transform_s,
-            batches=sums.batches,
-            rows=sums.rows,
-            local_rows=sums.local_rows,
-            local_bytes=sums.local_bytes,
             nodes=[
-                pb.NodeReads(
-                    node_id=node_id,
-                    rows=node.rows,
-                    num_bytes=node.num_bytes,
-                    waited_s=node.waited_s,
-                    failures=node.failures,
-                )
+                pb.NodeReads(node_id=node_id, **{name: getattr(node, name) for name in NODE_SUMS})
                 for node_id, node in nodes
             ],
-            failovers=sums.failovers,
-            refetches=sums.refetches,
-            queue_depth=sums.queue_depth,
+            **{name: getattr(sums, name) for name in REPORT_SUMS},
             expires_s=expires_s if sums.batches else max(expires_s, _FIRST_BATCH_S),
             audit="" if record is None else json.dumps(record.to_dict(), separators=(",", ":")),
         )

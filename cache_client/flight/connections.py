@@ -139,13 +139,7 @@ class NodeConnection:
         asked_at = time.monotonic()
         with self._in_use():
             info = self._client.value.get_flight_info(descriptor, self._options(timeout_s))
-        shards = _shard_map(info, asked_at)
-        if known_groups is not None and shards.log is None:
-            raise RequestError(
-                f"the node at {self.location} does not tell which shards are sealed: it is of an "
-                "older release; update the cache"
-            )
-        return shards
+        return _shard_map(info, asked_at)
 
     def renew_lease(self, dataset: str, fingerprint: str, timeout_s: float) -> None:
         """Tells the cache that this version is in use; `read_shard_map` and reads of rows do, too.
@@ -326,19 +320,13 @@ class NodeConnection:
         )
         usable_until = time.monotonic() + timeout_s
         with self._in_use():
-            stream = RowStream(
+            return RowStream(
                 self.location,
                 self._client.value.do_get(
                     flight.Ticket(ticket.SerializeToString()), self._options(2 * timeout_s)
                 ),
                 usable_until,
             )
-        if not stream.is_stored:
-            stream.close()
-            raise RequestError(
-                f"the node at {self.location} cannot stream stored rows: it is of an older release"
-            )
-        return stream
 
     def open_put(self, request: pb.PutRequest, schema: pa.Schema, timeout_s: float) -> PutStream:
         """Opens a stream that takes rows of one attempt at a partition of a write.

@@ -20,7 +20,7 @@ from cache_protocol.errors import (
     CacheError,
     NodeUnavailableError,
 )
-from cache_protocol.storage.layout import LOGICAL_SCHEMA_KEY, pool_array
+from cache_protocol.storage.layout import pool_array
 from cache_protocol.storage.row_index import Ids
 from cache_protocol.v1 import cache_pb2 as pb
 
@@ -104,7 +104,6 @@ class RowStream:
     def __init__(self, location: str, reader: Any, usable_until: float) -> None:
         self._location = location
         self._name = f"the stream of rows from {location}"
-        self.is_stored = LOGICAL_SCHEMA_KEY in (reader.schema.metadata or {})
         self._reader = SharedHandle(
             reader, cancel=lambda reader: reader.cancel(), release=lambda reader: None
         )

@@ -10,11 +10,11 @@ import logging
 import time
 from collections.abc import Callable, Collection
 
-from cache_client.flight.routing import ShardMap
 from cache_client.reading.background_task import CALL_TIMEOUT_S, BackgroundTask
 from cache_client.reading.local_shards import LocalShards
 from cache_client.reading.node_health import NodeHealth
 from cache_client.reading.node_streams import NodeStreams
+from cache_client.reading.shard_maps import ask_in_turn, newer_shard_map
 from cache_protocol.errors import CacheError, NodeUnavailableError, NotReadyError
 
 logger = logging.getLogger(__name__)
@@ -81,7 +81,16 @@ class Lease:
         asked_at = self._clock()
         self._due_at = asked_at + self._interval_s
         try:
-            self._ask_nodes(asked_at + self._deadline_s)
+            shards = self._health.shards
+            ask_in_turn(
+                lambda location, timeout_s: self._streams.connection(location).renew_lease(
+                    shards.dataset, shards.fingerprint, timeout_s
+                ),
+                shards.locations(self._endpoint),
+                timeout_s=self._timeout_s,
+                deadline=asked_at + self._deadline_s,
+                clock=self._clock,
+            )
         except CacheError as error:
             # Not raised: mapped rows stay readable, and a fetch that needs the cache will fail.
             if not self._streams.is_closed:
@@ -90,23 +99,6 @@ class Lease:
             return
         if self._local is not None:
             self._local.leased_at = asked_at
-
-    def _ask_nodes(self, deadline: float) -> None:
-        """Asks one node after the other until one renews the lease."""
-        shards = self._health.shards
-        reason = ""
-        for location in shards.locations(self._endpoint):
-            timeout_s = min(self._timeout_s, deadline - self._clock())
-            if timeout_s <= 0:
-                break
-            try:
-                self._streams.connection(location).renew_lease(
-                    shards.dataset, shards.fingerprint, timeout_s
-                )
-                return
-            except NodeUnavailableError as error:
-                reason = reason or str(error)
-        raise NodeUnavailableError(reason or f"no node was asked within {self._deadline_s:g} s")
 
 
 class NodeProbe:
@@ -193,25 +185,12 @@ class NodeProbe:
         Raises:
             StaleVersionError, DatasetNotFoundError: the version is gone.
         """
-        if (shards := self._read_map(deadline)) is not None:
-            self._health.shards = shards
-
-    def _read_map(self, deadline: float) -> ShardMap | None:
-        shards = self._health.shards
-        for location in shards.locations(self._endpoint):
-            timeout_s = min(self._timeout_s, deadline - self._clock())
-            if timeout_s <= 0:
-                return None
-            try:
-                return self._streams.connection(location).read_shard_map(
-                    shards.dataset,
-                    shards.fingerprint,
-                    self._columns,
-                    timeout_s,
-                    known_groups=None if shards.log is None else 0,
-                )
-            except NodeUnavailableError:
-                continue
-            except NotReadyError:
-                return None  # no node has some shard at the moment
-        return None
+        self._health.shards = newer_shard_map(
+            self._health.shards,
+            self._endpoint,
+            self._columns,
+            self._streams.connection,
+            timeout_s=self._timeout_s,
+            deadline=deadline,
+            clock=self._clock,
+        )

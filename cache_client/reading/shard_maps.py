@@ -1,12 +1,13 @@
-"""Waits for the shard map of a dataset, which every reader needs first."""
+"""Reads the shard map of a dataset from any node, and waits for the first one."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import cycle
+from typing import TypeVar
 
 from tenacity import (
     RetryCallState,
@@ -26,10 +27,84 @@ from cache_protocol.wire.credentials import NO_CREDENTIALS, Credentials
 
 logger = logging.getLogger(__name__)
 
+_T = TypeVar("_T")
+
 _WARN_AFTER_S = 1.0  # no warning if a trainer and its cache start at the same time
 # The last attempt starts so long before the deadline that it can still be answered. For a short
 # deadline, it is this part of it.
 _LAST_ATTEMPT_S, _LAST_ATTEMPT_PART = 0.5, 0.25
+
+
+def ask_in_turn(
+    ask: Callable[[str, float], _T],
+    locations: Iterable[str],
+    *,
+    timeout_s: float,
+    deadline: float,
+    clock: Callable[[], float] = time.monotonic,
+) -> _T:
+    """The answer of the first node that gives one.
+
+    Args:
+        ask: called with a location, and for how long it may wait.
+        timeout_s: of one call.
+        deadline: of all calls, on the clock.
+
+    Raises:
+        NodeUnavailableError: no node answered; that of the first one. Any other error at once.
+    """
+    failure: NodeUnavailableError | None = None
+    for location in locations:
+        left_s = min(timeout_s, deadline - clock())
+        if left_s <= 0:
+            break
+        try:
+            return ask(location, left_s)
+        except NodeUnavailableError as error:
+            failure = failure or error
+    raise failure or NodeUnavailableError("no node was asked before the deadline")
+
+
+def newer_shard_map(
+    shards: ShardMap,
+    endpoint: str,
+    columns: Sequence[str],
+    connection_to: Callable[[str], NodeConnection],
+    *,
+    timeout_s: float,
+    deadline: float,
+    clock: Callable[[], float] = time.monotonic,
+) -> ShardMap:
+    """The shard map as it is now, from any node; ``shards`` if no node tells another one.
+
+    Args:
+        endpoint: of the node to ask first.
+        columns: of the map.
+        timeout_s, deadline, clock: as for `ask_in_turn`.
+
+    Raises:
+        StaleVersionError, DatasetNotFoundError: the version is gone.
+    """
+
+    def read(location: str, timeout_s: float) -> ShardMap:
+        return connection_to(location).read_shard_map(
+            shards.dataset,
+            shards.fingerprint,
+            columns,
+            timeout_s,
+            known_groups=None if shards.log is None else 0,
+        )
+
+    try:
+        return ask_in_turn(
+            read,
+            shards.locations(endpoint),
+            timeout_s=timeout_s,
+            deadline=deadline,
+            clock=clock,
+        )
+    except (NodeUnavailableError, NotReadyError):  # no node has some shard at the moment
+        return shards
 
 
 def wait_for_shard_map(

@@ -26,6 +26,7 @@ from cache_client.job.arguments import BatchFormat, argument_problems
 from cache_client.job.connection import Connection, access_to
 from cache_client.reading.fetch_ahead import FETCH_THREADS, fetch_ahead
 from cache_client.reading.local_shards import LocalShards
+from cache_client.reading.per_process import PerProcess
 from cache_client.reading.reader import Reader
 from cache_client.reading.rows import Rows, join
 from cache_client.reading.shard_maps import wait_for_shard_map
@@ -124,10 +125,10 @@ class CacheDataset(Dataset[Any]):
             nulls=self._nulls,
         )
         self._rows_per_fetch = max(1, FETCH_BYTES // row_bytes(self._shards))
-        self._readers: dict[int, _ProcessReader] = {}  # by process id; see `_process_reader`
+        self._reader: PerProcess[_ProcessReader] = PerProcess()
 
     def __getstate__(self) -> dict[str, Any]:
-        excluded = ("_convert", "_rows_per_fetch", "_readers")
+        excluded = ("_convert", "_rows_per_fetch", "_reader")
         return {name: value for name, value in self.__dict__.items() if name not in excluded}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -142,8 +143,7 @@ class CacheDataset(Dataset[Any]):
 
     def close(self) -> None:
         """Closes the connections of this process; running reads fail, a later one reconnects."""
-        reader = self._readers.pop(os.getpid(), None)
-        if reader is not None:
+        if (reader := self._reader.pop()) is not None:
             reader.close()
 
     # -- properties ----------------------------------------------------------------------------
@@ -256,7 +256,8 @@ class CacheDataset(Dataset[Any]):
         return IndexError(f"row {number} is not in dataset {self.name!r} of {self.num_rows} rows")
 
     def _read(self, row_ids: Ids) -> Rows:
-        process_reader, size = self._process_reader(), self._rows_per_fetch
+        process_reader = self._reader.get(self._open_reader, _ProcessReader.close)
+        size = self._rows_per_fetch
         if len(row_ids) <= size:
             return join(process_reader.fetch(row_ids))
         windows = [row_ids[at : at + size] for at in range(0, len(row_ids), size)]
@@ -264,32 +265,18 @@ class CacheDataset(Dataset[Any]):
         results = fetch_ahead(fetch, windows, depth=FETCH_THREADS, threads=FETCH_THREADS)
         return join([piece for pieces in results for piece in pieces])
 
-    def _process_reader(self) -> _ProcessReader:
-        """The reader of this process.
-
-        Found by process id, because a child of a fork inherits the reader of its parent, whose
-        locks may stay taken for ever. Uses no lock for the same reason: two threads may each make a
-        reader, and then use the one that `setdefault` keeps.
-        """
-        process = os.getpid()
-        found = self._readers.get(process)
-        if found is not None:
-            return found
+    def _open_reader(self) -> _ProcessReader:
         access = self._access
         reader = Reader(
             access.endpoint,
             self._shards,
             columns=self._columns,
-            replica_offset=process,  # spreads processes over replicas
+            replica_offset=os.getpid(),  # spreads processes over replicas
             deadline_s=access.deadline_s,
             local=LocalShards(self._shards, self._columns) if access.local else None,
             credentials=access.credentials,
         )
-        new = _ProcessReader(reader, CallThreads())
-        found = self._readers.setdefault(process, new)
-        if found is not new:
-            new.close()
-        return found
+        return _ProcessReader(reader, CallThreads())
 
 
 class _ProcessReader(NamedTuple):

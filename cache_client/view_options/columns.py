@@ -21,6 +21,7 @@ from cache_client.flight.call_threads import CallThreads
 from cache_client.flight.connections import NodeConnection
 from cache_client.flight.routing import ShardMap
 from cache_client.reading.background_task import CALL_TIMEOUT_S
+from cache_client.reading.shard_maps import newer_shard_map
 from cache_protocol.errors import (
     CacheError,
     DatasetNotFoundError,
@@ -177,21 +178,15 @@ class _ValueRequests:
         raise failure
 
     def _refresh(self, deadline: float) -> None:
-        """Reads a fresh shard map from any node that answers.
-
-        Raises:
-            StaleVersionError, DatasetNotFoundError: the version is gone.
-        """
-        shards = self._shards
-        for location in shards.locations(self._version.endpoint):
-            timeout_s = max(0.0, min(CALL_TIMEOUT_S, deadline - time.monotonic()))
-            try:
-                self._shards = self._connection(location).read_shard_map(
-                    shards.dataset, shards.fingerprint, shards.logical.names, timeout_s
-                )
-                return
-            except (NodeUnavailableError, NotReadyError):
-                continue
+        """Reads a fresh shard map; raises as `newer_shard_map`."""
+        self._shards = newer_shard_map(
+            self._shards,
+            self._version.endpoint,
+            self._shards.logical.names,
+            self._connection,
+            timeout_s=CALL_TIMEOUT_S,
+            deadline=deadline,
+        )
 
     def _connection(self, location: str) -> NodeConnection:
         with self._lock:

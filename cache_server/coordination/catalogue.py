@@ -327,10 +327,8 @@ class Catalogue:
         _write_value(self._proven, "proven", sorted(node_ids))
 
     def read_proven(self) -> list[str]:
-        """Their ids; all members if no release wrote them before."""
-        if self._proven.exists():
-            return _read_names(self._proven, "proven")
-        return _read_names(self._members, "members")
+        """Their ids; empty if the file cannot be read."""
+        return _read_names(self._proven, "proven")
 
     def write_dropped(self, attempts: Mapping[VersionKey, int]) -> None:
         """Writes the dropped versions, with the last attempt of each, in this order.

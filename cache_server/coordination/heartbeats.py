@@ -69,7 +69,7 @@ class Heartbeats:
             )
             self._take(member, believed=returns or member.is_own)
             self._state.settle()
-            wanted = self._wanted(member, with_schemas=not request.takes_digests)
+            wanted = self._wanted(member)
             response = self._as_answer(member, wanted, known_to_node=request.answer)
         self._jobs.apply(reports)
         response.disagreements.extend(self._jobs.disagreements(reports))
@@ -106,12 +106,12 @@ class Heartbeats:
                 version.last_used = max(version.last_used or 0.0, used_at)
         self._claims.distrust_liar(node_id)
 
-    def _wanted(self, member: Member, *, with_schemas: bool) -> pb.HeartbeatResponse:
+    def _wanted(self, member: Member) -> pb.HeartbeatResponse:
         """What a node should hold, and what else it keeps."""
         state, node_id = self._state, member.node.id
         wanted = pb.HeartbeatResponse(
             room_may_come=not state.membership.is_stable(),
-            writes=state.writes.messages(state.versions.moving(), with_schemas=with_schemas),
+            writes=state.writes.messages(state.versions.moving()),
         )
         # A node that is not placed yet keeps what it has.
         is_placed = node_id in state.clusters.look().alive and not member.untrusted

@@ -100,6 +100,7 @@ def parse_address(
     schemes: Collection[str] = HTTP,
     *,
     may_have_user: bool = False,
+    may_have_password: bool = False,
 ) -> Address:
     """The parts of an address such as ``https://store.example:9000/path``.
 
@@ -108,6 +109,7 @@ def parse_address(
         text: as the caller gave it.
         schemes: that it may have, in lower case.
         may_have_user: accepts ``user@`` before the host, without a password.
+        may_have_password: accepts ``user:password@``: an operator's own setting, never a caller's.
 
     Raises:
         RequestError: names ``what`` and the reason.
@@ -118,9 +120,12 @@ def parse_address(
         raise _refused(what, text, f"it must be written {example}")
     authority, slash, rest = text[found.end() :].partition("/")
     user, at, place = authority.rpartition("@")
-    if at and not may_have_user:
+    if at and not (may_have_user or may_have_password):
         raise _refused(what, text, "it must have no user and no password")
-    if at and not _USER.fullmatch(user):
+    password = ""
+    if may_have_password:
+        user, _, password = user.partition(":")
+    if at and not (_USER.fullmatch(user) and _USER.fullmatch(password or "-")):
         raise _refused(what, text, "what is before the '@' is no user name")
     path = slash + rest
     if not _PATH.fullmatch(path) or _BAD_ESCAPE.search(path):

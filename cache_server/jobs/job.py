@@ -14,7 +14,7 @@ from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.jobs.agreement import Claim, Terms
 from cache_server.jobs.disagreements import Disagreements
 from cache_server.jobs.history import HISTORY_S, Ring
-from cache_server.jobs.ranks import NodeWindow, Ranks, RankWindow
+from cache_server.jobs.ranks import NODE_SUMS, SUMS, NodeWindow, Ranks, RankWindow
 from cache_server.jobs.reports import audit_key
 from cache_server.jobs.verdict import End, RankEnd, Verdict, judge, judge_end
 
@@ -313,15 +313,11 @@ def _sums(report: pb.ReaderReport) -> RankWindow:
     nodes = sorted(report.nodes, key=lambda node: -node.rows)[:_NODES_OF_READER]
     return RankWindow(
         rank=report.rank,
-        steps=report.batches,
-        elapsed_s=report.elapsed_s,
-        waited_s=report.waited_s,
-        computed_s=report.computed_s,
-        fetch_s=report.fetch_s,
-        transform_s=report.transform_s,
-        rows=report.rows,
-        local_rows=report.local_rows,
-        nodes={node.node_id: NodeWindow(node.rows, node.waited_s) for node in nodes},
+        **{name: getattr(report, name) for name in SUMS},
+        nodes={
+            node.node_id: NodeWindow(**{name: getattr(node, name) for name in NODE_SUMS})
+            for node in nodes
+        },
     )
 
 

@@ -56,13 +56,12 @@ class Jobs:
     def apply(self, reports: Iterable[pb.ReaderReport]) -> None:
         """Takes reports; the caller has checked them.
 
-        Left out are those of principals that send too many, and those that name no caller, which
-        come from nodes of earlier releases.
+        Left out are those of principals that send too many.
         """
         now = self._clock()
         for report in reports:
             with self._lock:
-                if report.namespace and self._rates.take(owner_of(report), now):
+                if self._rates.take(owner_of(report), now):
                     self._apply(report, now)
         with self._lock:
             while self._jobs:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final
 
 # Sums are whole numbers of this size: sums of floats would keep the rounding errors of values that
@@ -33,14 +33,14 @@ class RankWindow:
     """What one rank did in a stretch of time.
 
     Attributes:
-        steps: batches that its loop took.
+        batches: that its loop took.
         waited_s, computed_s: of the loop.
         fetch_s, transform_s: waits for rows, and time in the transform; the sum over workers.
         nodes: node id -> what it sent.
     """
 
     rank: int
-    steps: int
+    batches: int
     elapsed_s: float
     waited_s: float
     computed_s: float
@@ -58,7 +58,7 @@ class RankWindow:
     @property
     def step_s(self) -> float:
         """Seconds a step."""
-        return (self.waited_s + self.computed_s) / max(1, self.steps)
+        return (self.waited_s + self.computed_s) / max(1, self.batches)
 
     @property
     def rows_per_s(self) -> float:
@@ -68,34 +68,36 @@ class RankWindow:
     @property
     def took_batches(self) -> bool:
         """Whether its shares and its times a step mean something."""
-        return self.steps > 0 and self.waited_s + self.computed_s > 0
+        return self.batches > 0 and self.waited_s + self.computed_s > 0
 
     def per_step(self, seconds: float) -> float:
         """Seconds a step, of a sum."""
-        return seconds / max(1, self.steps)
+        return seconds / max(1, self.batches)
 
     def since(self, earlier: RankWindow | None) -> RankWindow:
         """What it did after an earlier stretch with the same begin."""
         if earlier is None:
             return self
-        return RankWindow(
-            rank=self.rank,
-            steps=max(0, self.steps - earlier.steps),
-            elapsed_s=max(0.0, self.elapsed_s - earlier.elapsed_s),
-            waited_s=max(0.0, self.waited_s - earlier.waited_s),
-            computed_s=max(0.0, self.computed_s - earlier.computed_s),
-            fetch_s=max(0.0, self.fetch_s - earlier.fetch_s),
-            transform_s=max(0.0, self.transform_s - earlier.transform_s),
-            rows=max(0, self.rows - earlier.rows),
-            local_rows=max(0, self.local_rows - earlier.local_rows),
+        return replace(
+            self,
+            **_less(self, earlier, SUMS),
             nodes={
-                node_id: NodeWindow(
-                    max(0, node.rows - before.rows), max(0.0, node.waited_s - before.waited_s)
+                node_id: replace(
+                    node, **_less(node, earlier.nodes.get(node_id, _NOTHING), NODE_SUMS)
                 )
                 for node_id, node in self.nodes.items()
-                for before in [earlier.nodes.get(node_id, _NOTHING)]
             },
         )
+
+
+def _less(window: object, earlier: object, names: Sequence[str]) -> dict[str, Any]:
+    """The sums of a window without those of an earlier one."""
+    return {name: max(0, getattr(window, name) - getattr(earlier, name)) for name in names}
+
+
+# The sums of a report that are used here: its message has the same names.
+SUMS: Final = tuple(each.name for each in fields(RankWindow) if each.name not in ("rank", "nodes"))
+NODE_SUMS: Final = tuple(each.name for each in fields(NodeWindow))
 
 
 @dataclass(frozen=True)

@@ -150,7 +150,6 @@ class OpenWrite:
         refuse_nulls: also those of floats.
         full_wait_s: how long a put may wait for room.
         committed: it takes no more rows.
-        schema: from a coordinator of an earlier release; empty: ask for it.
     """
 
     write_id: str
@@ -160,7 +159,6 @@ class OpenWrite:
     refuse_nulls: bool
     full_wait_s: float
     committed: bool = False
-    schema: bytes = field(default=b"", repr=False)
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,6 @@ class ReportEncoder:
             node=description,
             report=self._number,
             since=self._known_number,
-            takes_digests=True,
         )
         request.node.stored_bytes, request.node.stored_shards = self._sum(sealed)
         self._said = {}
@@ -200,7 +199,6 @@ def _decode_write(message: pb.OpenWrite) -> OpenWrite:
         message.nulls == "refuse",
         message.full_wait_s,
         message.committed,
-        message.schema,
     )
 
 

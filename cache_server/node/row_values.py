@@ -37,8 +37,8 @@ from cache_server.sql.row_queries import (
     row_query_batches,
     short,
 )
+from cache_server.sql.sql_frames import Request
 from cache_server.sql.sql_process import LimitError, Limits, SqlProcess
-from cache_server.sql.sql_program import Request
 
 MAX_VALUE_BYTES = 128 * 1024 * 1024  # of one answer
 MAX_WAITING = 256  # requests of a principal

@@ -25,7 +25,7 @@ from cache_server import object_stores, tables
 from cache_server.source import byte_ranges
 from cache_server.source.pinned import PinnedTable, Split
 from cache_server.sql.local_tables import LocalFile
-from cache_server.tables import arrow_reader, files, parquet
+from cache_server.tables import arrow_reader, footers, local_files, parquet
 
 # Staged at once for one shard: enough to hide the latency of an object store.
 _MAX_AHEAD = 8
@@ -121,13 +121,13 @@ def _read_in_place(
 ) -> Generator[tuple[LocalFile, ...], None, None]:
     for group in _groups(table, splits):
         for split in group:
-            files.check_unchanged(split.file)
+            local_files.check_unchanged(split.file)
         if len(group) == 1:
             yield (_local(table, group[0], Path(group[0].file.path)),)
         else:
             yield from _linked(table, group, directory)
         for split in group:
-            files.check_unchanged(split.file)
+            local_files.check_unchanged(split.file)
 
 
 def _linked(
@@ -184,9 +184,9 @@ def _fetch(table: PinnedTable, split: Split, secrets: Mapping[str, str], target:
         write_arrow(path, table.read_schema, tables.read(table, split, secrets))
         return LocalFile(path, "arrow", split, is_staged=True)
     if table.is_for_arrow and not object_stores.is_remote(split.file.path):
-        files.check_unchanged(split.file)
+        local_files.check_unchanged(split.file)
         decoded = _decoded(table, split, Path(split.file.path), target)
-        files.check_unchanged(split.file)
+        local_files.check_unchanged(split.file)
         return decoded
     path = target.with_suffix(f".{table.format}")
     wanted, tail = None, b""
@@ -224,7 +224,7 @@ def _wanted_ranges(
         tail = object_stores.read_tail(split.file, num_bytes, table.options, secrets)
         return tail
 
-    ranges = parquet.ranges(files.read_remote_footer(split.file, read_tail), split, table.columns)
+    ranges = parquet.ranges(footers.read_remote_footer(split.file, read_tail), split, table.columns)
     if sum(b - a for a, b in ranges) > split.file.size * 0.75:
         return None, b""
     return ranges, tail

@@ -41,8 +41,6 @@ class WriteSchemas:
             InvalidTicketError: the coordinator sent another schema, or none.
             What the call of the coordinator raises.
         """
-        if write.schema:
-            return _decode(write, write.schema)
         if (known := self._known.get(write.schema_digest)) is not None:
             return known
         with self._fetching:

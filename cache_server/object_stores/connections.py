@@ -10,7 +10,6 @@ from __future__ import annotations
 import base64
 import json
 import os
-import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
@@ -61,8 +60,6 @@ _CREDENTIAL_SERVERS = (
 )
 _FABRIC = ".fabric.microsoft.com"
 _MICROSOFT = (".core.windows.net", _FABRIC)
-_NO_ADDRESS = re.compile(r"[^!-~]")
-_HOST = re.compile(r"[\w.\-\[\]:@]+", re.ASCII)
 _CONNECT_TIMEOUT_S = 10.0
 READ_TIMEOUT_S = 30.0  # without a byte
 _REQUEST_TIMEOUT_S = 24 * 3600.0  # no limit for a large object while bytes come
@@ -461,15 +458,8 @@ def _check_environ(kind: str, environ: Mapping[str, str], settings: Mapping[str,
 
 
 def check_endpoint(endpoint: str) -> None:
-    """Raises a `RequestError` for a bad address, without quoting it: it may hold a password."""
-    try:
-        parts = urlsplit(endpoint)
-        _ = parts.port  # raises for a password with an unescaped slash
-        is_address = parts.scheme in ("http", "https") and bool(parts.hostname)
-    except ValueError:
-        is_address = False
-    if not is_address or _NO_ADDRESS.search(endpoint) or not _HOST.fullmatch(parts.netloc):
-        raise RequestError("the endpoint of a store must be an http:// or https:// address")
+    """Raises a `RequestError` for a bad address; an operator's may have a user and a password."""
+    parse_address("the endpoint of a store", endpoint, may_have_password=True)
 
 
 def _allow_http(common: dict[str, Any], endpoint: str) -> None:

@@ -22,8 +22,8 @@ from cache_server.object_stores.client import Location, RangesNotServedError
 from cache_server.object_stores.connections import client_for
 from cache_server.object_stores.hub import SCHEME, HubClient, hub_location
 from cache_server.object_stores.options import store_settings
-from cache_server.source import byte_ranges, lake_folders
-from cache_server.source.hidden_names import is_hidden
+from cache_server.source import byte_ranges, listings
+from cache_server.source.listings import is_hidden
 from cache_server.source.pinned import SourceFile
 
 logger = logging.getLogger(__name__)
@@ -270,7 +270,7 @@ class _Listing:
                 self.directories.add("")  # the directory itself
                 continue
             name = file.path.removeprefix(self.base)
-            for directory in lake_folders.directories_of(name):
+            for directory in listings.directories_of(name):
                 if directory in self.directories:
                     break
                 self.directories.add(directory)
@@ -284,14 +284,14 @@ class _Listing:
         Args:
             directory: its key.
         """
-        for own in lake_folders.OWN_DIRECTORIES.values():
+        for own in listings.OWN_DIRECTORIES.values():
             found = client.walk(f"{directory}{own}/", deep=True)
             if any(self._note(file.path) for file in itertools.islice(found, _LOOKED_AT)):
                 return
 
     def _note(self, uri: str) -> bool:
         """Whether an object is the log or the metadata of a table; notes the root of the table."""
-        if (told := lake_folders.root_told_by(uri)) is None:
+        if (told := listings.root_told_by(uri)) is None:
             return False
         root, format = told
         self.roots[root] = format
@@ -307,9 +307,9 @@ class _Listing:
             name for name, file in self.names.items() if file.size or name not in self.directories
         )
         uris = (self.base + name for name in found)
-        root = lake_folders.first_root((uri for uri in uris if not is_ignored(uri)), self.roots)
+        root = listings.first_root((uri for uri in uris if not is_ignored(uri)), self.roots)
         if root is not None:
-            raise lake_folders.refusal(source, self.base, root, self.roots[root])
+            raise listings.refusal(source, self.base, root, self.roots[root])
         return [self.names[name] for name in found]
 
 
@@ -350,7 +350,7 @@ def _glob(client: _Client, location: Location) -> _Listing:
 
 
 def _look_above(client: _Client, prefix: str, listing: _Listing) -> None:
-    for directory in lake_folders.likely_roots_above(prefix):
+    for directory in listings.likely_roots_above(prefix):
         try:
             listing.look_for_root(client, directory)
         except LoadError as error:

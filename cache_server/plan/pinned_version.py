@@ -24,7 +24,6 @@ from cache_server.plan.shard_plan import (
     ShardPlan,
     cut_shards,
     cuts_hash,
-    max_rows,
     varying_bytes,
     with_contents,
 )
@@ -40,7 +39,7 @@ from cache_server.source.pinned import (
     with_lineage,
 )
 from cache_server.sql import loader, queries
-from cache_server.sql.nested_types import without_views
+from cache_server.sql.plain_columns import without_views
 
 _STORAGE_FORMAT = 10  # part of every fingerprint; raise it when the stored bytes change
 # The most bytes of all tables that every node reads whole, beside one that is read by splits.
@@ -149,14 +148,12 @@ class OpenPlan:
         pins: by the name of the table.
         table_splits: of each table, for forecasts.
         query: as checked.
-        rows_before: of the table that is read split by split, before pruning.
     """
 
     version: PinnedVersion
     pins: Mapping[str, Pin]
     table_splits: Mapping[str, tuple[Split, ...]]
     query: queries.Query
-    rows_before: int | None
 
     def close(self) -> None:
         """Closes the pins."""
@@ -213,7 +210,6 @@ def _plan(
     driver, explanation = _driver(query, splits, pins)
     if driver is not None and len(pins) > 1:  # stored rows also have columns of other tables
         splits[driver] = pins[driver].cut(_made_of(logical, query, driver), spec.target_shard_bytes)
-    rows_before = max_rows(splits[driver]) if driver is not None else None
     if driver is not None and not query.joins:
         by_split = PinnedTable(driver, formats[driver], pins[driver].schema)
         splits[driver] = tuple(loader.with_rows(splits[driver], text, by_split))
@@ -259,7 +255,7 @@ def _plan(
         _unsized_columns(logical, query, driver),
     )
     version = _sharing(version, pins, before)
-    return OpenPlan(version, dict(pins), splits, query, rows_before)
+    return OpenPlan(version, dict(pins), splits, query)
 
 
 def _logical(query: queries.Query, pins: Mapping[str, Pin]) -> pa.Schema:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import ipaddress
-import socket
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +22,7 @@ from cache_protocol.errors import NodeUnavailableError, NotReadyError
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.wire.channels import open_channel
 from cache_protocol.wire.credentials import NO_CREDENTIALS, TLS_SCHEME, Credentials
+from cache_server.egress.hosts import resolved
 from cache_server.shards import checked_names
 
 _TIMEOUT_S = 2.0
@@ -62,15 +63,25 @@ class Callbacks:
         """
         location = node.control_location
         checked_names.address(location)
+        name, _, port = location.removeprefix(TLS_SCHEME).rpartition(":")
+        name, reason = name.strip("[]"), "no address"
         with self._slot(peer.rpartition(":")[0]):
-            reason = self._reason_against(location, member_service(node))
-            host = "" if reason else _network(location)
-        if not host:
-            raise NodeUnavailableError(
-                f"node {node.id} cannot join: the coordinator asked for it at {location} and got: "
-                f"{reason or 'no address'}. Give an --advertise that the coordinator reaches"
-            )
-        return host
+            ends_at = time.monotonic() + _TIMEOUT_S
+            addresses = _addresses(name)
+            # One after the other, so that the one that answers is known: a name may change.
+            for left, address in zip(range(len(addresses), 0, -1), addresses, strict=True):
+                timeout_s = max(0.0, ends_at - time.monotonic()) / left
+                scheme = TLS_SCHEME if location.startswith(TLS_SCHEME) else ""
+                place = f"[{address}]" if ":" in address else address
+                reason = self._reason_against(
+                    f"{scheme}{place}:{port}", name, member_service(node), timeout_s
+                )
+                if not reason:
+                    return _network(address)
+        raise NodeUnavailableError(
+            f"node {node.id} cannot join: the coordinator asked for it at {location} and got: "
+            f"{reason}. Give an --advertise that the coordinator reaches"
+        )
 
     @contextmanager
     def _slot(self, machine: str) -> Iterator[None]:
@@ -86,13 +97,18 @@ class Callbacks:
                 if not self._running[machine]:
                     del self._running[machine]
 
-    def _reason_against(self, location: str, service: str) -> str:
-        """Why a node does not join; empty: it answers."""
+    def _reason_against(self, location: str, name: str, service: str, timeout_s: float) -> str:
+        """Why a node does not join; empty: it answers.
+
+        Args:
+            location: an IP address with its port.
+            name: of the host, which its certificate must have.
+        """
         request = health_pb2.HealthCheckRequest(service=service)
-        with open_channel(location, self._credentials) as channel:
+        with open_channel(location, self._credentials, ssl_target_name_override=name) as channel:
             try:
                 stub: Any = health_pb2_grpc.HealthStub(channel)
-                answer = stub.Check(request, timeout=_TIMEOUT_S)
+                answer = stub.Check(request, timeout=timeout_s)
             except grpc.RpcError as error:
                 if error.code() is grpc.StatusCode.NOT_FOUND:
                     return "another node answers"
@@ -101,14 +117,17 @@ class Callbacks:
         return "" if is_serving else "it does not serve"
 
 
-def _network(location: str) -> str:
-    """The machine of a location: its IPv4 address, or the /64 network of its IPv6 address."""
-    host = location.removeprefix(TLS_SCHEME).rpartition(":")[0].strip("[]")
+def _addresses(host: str) -> list[str]:
+    """The IP addresses of a host; none if its name is not known."""
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        return resolved(host, 0)
     except OSError:
-        return ""
-    address = ipaddress.ip_address(str(found[0][4][0]).partition("%")[0])
+        return []
+
+
+def _network(text: str) -> str:
+    """The machine of an address: its IPv4 address, or the /64 network of its IPv6 address."""
+    address = ipaddress.ip_address(text.partition("%")[0])
     if isinstance(address, ipaddress.IPv6Address):
         if (mapped := address.ipv4_mapped) is not None:
             return str(mapped)

@@ -21,7 +21,7 @@ from cache_protocol.storage.layout import Layout, Matrix, StoredColumn, from_mat
 from cache_protocol.storage.nested_values import plain_type, retyped
 from cache_protocol.storage.null_bits import BitMatrix, NullBits
 from cache_server.shards.null_advice import large_cast, null_problem
-from cache_server.sql.nested_types import with_wide_codes
+from cache_server.sql.plain_columns import with_wide_codes
 
 _INITIAL_ROWS, _INITIAL_BYTES = 65_536, 64 << 20  # whichever is less
 _PADDING_BYTES = 320

@@ -2,7 +2,7 @@
 
     {"sha256": "<of the rest, with a brace in front>", <the rest of one object>
 
-A file without a checksum is of an earlier release, or a person edited it: its reader must check it.
+A file without a checksum was edited by a person: its reader must check it.
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
 from urllib.parse import unquote
 
 import pyarrow as pa
@@ -126,13 +125,6 @@ class Condition:
     value: object
 
 
-class Sampler(Protocol):
-    """Makes sample rows of a table."""
-
-    def __call__(self, num_rows: int, columns: Collection[str] | None = None, /) -> pa.RecordBatch:
-        """``num_rows`` rows; only the named columns have values. None names all."""
-
-
 @dataclass(frozen=True)
 class Pin:
     """The state of a source at one moment, from the module of its format.
@@ -154,7 +146,6 @@ class Pin:
             version of the same spec counts as the same until a refresh.
         prune: the same pin without splits in which no row can fulfil all conditions, by partitions
             and statistics; None if there are none.
-        sample: makes rows from the statistics of the table; None if the format has none.
         bytes_by: the base of the estimated bytes, for a person; empty: the metadata of every file.
         nulls: columns -> the nulls in each, where statistics tell; None for a format without them.
         close: releases what keeps the state readable, such as a transaction. Called once, after
@@ -170,7 +161,6 @@ class Pin:
     guessed: bool = False
     comparable: bool = True
     prune: Callable[[Sequence[Condition]], Pin] | None = None
-    sample: Sampler | None = None
     bytes_by: str = ""
     with_groups: Callable[[Sequence[Split], Collection[str]], tuple[Split, ...]] | None = None
     nulls: Callable[[Collection[str]], Mapping[str, int]] | None = None

@@ -13,7 +13,6 @@ Every file is local: `staging` fetches others first. `queries` decides how a que
 
 from __future__ import annotations
 
-import re
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -45,13 +44,7 @@ from cache_server.sql.formats.batch_rows import (
 )
 from cache_server.sql.formats.csv_quotes import check_quotes, find_problem
 from cache_server.sql.formats.csv_sample import read_sample
-from cache_server.sql.formats.csv_times import check_times, times_as_texts
-from cache_server.sql.formats.csv_zeros import (
-    has_zeros,
-    is_number,
-    may_have_zeros,
-    numbers_as_texts,
-)
+from cache_server.sql.formats.csv_zeros import has_zeros, is_number, may_have_zeros
 from cache_server.sql.formats.first_bytes import FIRST_BYTES, objection
 from cache_server.sql.formats.parquet_bounds import skips_wrongly
 from cache_server.sql.formats.text_values import MisfitError, read_column, remedy, wider_type
@@ -69,7 +62,6 @@ from cache_server.sql.local_tables import (
     stored_columns,
 )
 from cache_server.sql.plain_columns import plain_column, plain_schema
-from cache_server.sql.quoting import identifier
 from cache_server.sql.selection import selection_of
 from cache_server.sql.session import (
     check_values,
@@ -86,11 +78,6 @@ from cache_server.sql.session import (
 from cache_server.sql.sql_process import ANY, Limits
 
 _MOST_NOTED = 4 * 1024 * 1024  # characters of a CSV's sample whose quotes are checked
-
-_OF_A_VALUE = re.compile(  # DataFusion cannot read a value of CSV
-    r"Error (while parsing value '(?P<number>.*)' as type '\w+' for|parsing) column (?P<index>\d+) "
-    r"at line (?P<row>\d+)[.:](.*Error parsing timestamp from '(?P<time>.*)':)?"
-)
 
 
 def infer_schema(
@@ -191,8 +178,6 @@ def read_split(
         if reads_nothing(plan):
             raise LoadError(f"cannot load {split}: the file is gone")
         if plan.partition_count == parts:
-            if file.format == "csv":
-                _check_csv(file, table, note)
             part = split.part if parts > 1 else 0
             check_values(context, frame, part)
             stream = context.execute(plan, part)
@@ -204,10 +189,7 @@ def read_split(
         raise LoadError(f"cannot load {split}: the file is gone") from None
     except BaseException as error:  # DataFusion raises bare Exception, or panics
         reraise_exit(error)
-        reason = reason_of(error)
-        if file.format == "csv":
-            reason = _csv_reason(reason, stored_columns(table, table.partition_of(split)))
-        raise LoadError(f"cannot load {split}: {reason}") from None
+        raise LoadError(f"cannot load {split}: {reason_of(error)}") from None
     raise LoadError(
         f"cannot load {split}: DataFusion cut the file into {plan.partition_count} parts "
         f"instead of {parts}"
@@ -332,25 +314,6 @@ def _bounded(memory_bytes: int | None, tables: Mapping[str, Path]) -> RuntimeEnv
     )
 
 
-def count_kept(sql: str, table: str, rows: pa.RecordBatch) -> int:
-    """The number of result rows of a query over some rows.
-
-    Raises:
-        LoadError: with the reason.
-    """
-    if is_unbounded(sql, {table: rows.schema}):
-        number: int = sql_process.call(
-            count_kept, sql, table, rows, failure=partial(_died, f"cannot run {sql!r}")
-        )
-        return number
-    context = open_session(1, mode=mode_of(sql, {table: rows.schema}))
-    context.register_record_batches(table, [[rows]])
-    try:
-        return int(frame_of(context, sql, rows.schema.names).count())
-    except Exception as error:  # DataFusion raises bare Exception
-        raise LoadError(f"cannot run {sql!r}: {reason_of(error)}") from None
-
-
 def _schema_of(path: Path, format: str) -> pa.Schema:
     context = open_session(1)
     register_file(context, TABLE, path, format, None)
@@ -415,7 +378,7 @@ def _rows_in_memory(
     """The rows of a split that DataFusion would read wrongly; None: it reads them correctly."""
     if file.format == "json":
         return _json_rows(file, table)
-    if file.format == "csv" and _converted(table):
+    if file.format == "csv":
         return _csv_rows(file, table, note)
     if file.format == "arrow" and not file.is_staged:
         return _arrow_rows(file, table)
@@ -481,86 +444,47 @@ def _arrow_rows(file: LocalFile, table: PinnedTable) -> Iterator[pa.RecordBatch]
 def _csv_rows(
     file: LocalFile, table: PinnedTable, note: Callable[[str], None]
 ) -> Iterator[pa.RecordBatch]:
-    """The rows of a CSV, of the columns that the query reads, with the types of the spec."""
-    read, converted = stored_and_read(file, table), _converted(table)
+    """The rows of a CSV, of the columns that the query reads; notes numbers that lose zeros.
+
+    DataFusion reads them as strings: it would cut decimals and times to fit.
+    """
+    check_first_bytes(file.path, file.format)
+    check_quotes(file.path, file.split, table.escape)
     stored = stored_columns(table, table.partition_of(file.split))
-    as_text = [f.with_type(pa.string()) if f.name in converted else f for f in stored]
-    frame = select_read(file, table, pa.schema(as_text))
-    _check_csv(file, table, note)
+    texts = pa.schema([field.with_type(pa.string()) for field in stored])
+    read = stored_and_read(file, table)
+    if not read.names:  # only the number of rows counts
+        read = pa.schema([texts.field(0)])
+    numbers = {f.name for f in read if is_number(f.type) and GIVEN not in (f.metadata or {})}
+    if numbers and not may_have_zeros(file.path):
+        numbers.clear()
     num_rows = 0
-    for batch in frame.execute_stream():
+    for batch in select_read(file, table, texts, read.names).execute_stream():
         rows, columns = batch.to_pyarrow(), []
         for column, field in zip(rows.columns, read, strict=True):
+            if field.name in numbers and has_zeros(column):
+                numbers.remove(field.name)
+                of_table = "" if table.name == TABLE else f" of table {table.name!r}"
+                note(
+                    f"column {field.name!r}{of_table} lost leading zeros, because it is of "
+                    f"{field.type}: {remedy(field.name, 'string')} to keep them"
+                )
             try:
-                is_text = field.name in converted
-                columns.append(read_column(column, field.type) if is_text else column)
+                columns.append(read_column(column, field.type))
             except MisfitError as error:
-                raise LoadError(
-                    f"cannot load {file.split}: column {field.name!r} holds {error.text!r} in row "
-                    f"{num_rows + error.index + 1}, but its type in the spec is {field.type}"
-                ) from None
+                problem = _misfit(error, field, num_rows + error.index + 1)
+                raise LoadError(f"cannot load {file.split}: {problem}") from None
         yield pa.RecordBatch.from_arrays(columns, schema=read)
         num_rows += rows.num_rows
 
 
-def _converted(table: PinnedTable) -> set[str]:
-    """The columns of a CSV that the query reads and that DataFusion reads as strings.
-
-    Their types are given by the spec. DataFusion would cut decimals and times to fit.
-    """
-    return {
-        field.name
-        for field in table.read_schema
-        if GIVEN in (field.metadata or {}) and not pa.types.is_string(field.type)
-    }
-
-
-def _check_csv(file: LocalFile, table: PinnedTable, note: Callable[[str], None]) -> None:
-    """Refuses a CSV whose rows or values DataFusion would change; notes leading zeros."""
-    check_first_bytes(file.path, file.format)
-    check_quotes(file.path, file.split, table.escape)
-    stored = stored_columns(table, table.partition_of(file.split))
-    texts = times_as_texts(stored)
-    if may_have_zeros(file.path):
-        texts = numbers_as_texts(texts)
-    read, converted = set(table.read_schema.names), _converted(table)
-    names = [
-        old.name
-        for old, new in zip(stored, texts, strict=True)
-        if new.type != old.type and old.name in read - converted
-    ]
-    if not names:
-        return
-    context = open_session(1)
-    register_file(context, FILE, file.path, file.format, texts, escape=table.escape)
-    frame = context.sql(f"SELECT {', '.join(map(identifier, names))} FROM {FILE}")
-    numbers = {name for name in names if is_number(stored.field(name).type)}
-    times = [name for name in names if name not in numbers]
-    for batch in frame.execute_stream():
-        rows = batch.to_pyarrow()
-        check_times(rows.select(times), stored, file.split)
-        for name in sorted(numbers):
-            if has_zeros(rows.column(name)):
-                numbers.remove(name)
-                of_table = "" if table.name == TABLE else f" of table {table.name!r}"
-                note(
-                    f"column {name!r}{of_table} lost leading zeros, because it is of "
-                    f"{stored.field(name).type}: {remedy(name, 'string')} to keep them"
-                )
-        if not numbers and not times:
-            return
-
-
-def _csv_reason(reason: str, stored: pa.Schema) -> str:
-    """DataFusion's reason for refusing a value of CSV, with the column's name and a remedy."""
-    found = _OF_A_VALUE.search(reason)
-    if found is None:
-        return reason
-    field, value = stored.field(int(found["index"])), found["number"] or found["time"] or ""
-    return (
-        f"column {field.name!r} holds {value!r} in row {found['row']}, but it is of {field.type} "
-        f"by the first rows of the table: {remedy(field.name, wider_type(value, field.type))}"
-    )
+def _misfit(error: MisfitError, field: pa.Field, row: int) -> str:
+    """Why a value of a CSV is not one of its column, and what to do."""
+    holds = f"column {field.name!r} holds {error.text!r} in row {row}, but"
+    if GIVEN in (field.metadata or {}):
+        return f"{holds} its type in the spec is {field.type}"
+    wider = remedy(field.name, wider_type(error.text, field.type))
+    return f"{holds} it is of {field.type} by the first rows of the table: {wider}"
 
 
 def _may_keep(constants: Mapping[str, pa.Scalar], sql: str, table: PinnedTable) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -83,15 +83,17 @@ def register_table(
         register_view(context, table, constants, altered)
 
 
-def select_read(file: LocalFile, table: PinnedTable, schema: pa.Schema) -> DataFrame:
-    """The stored columns that the query reads, of all rows.
+def select_read(
+    file: LocalFile, table: PinnedTable, schema: pa.Schema, names: Sequence[str]
+) -> DataFrame:
+    """Some columns of all rows of a file.
 
     Args:
         schema: of the file.
+        names: of at least one column.
     """
     context = open_session(1, rows_of_batch(file))
     register_file(context, FILE, file.path, file.format, schema, escape=table.escape)
-    names = stored_and_read(file, table).names
     frame = context.sql(f"SELECT {', '.join(map(identifier, names))} FROM {FILE}")
     if reads_nothing(frame.execution_plan()):
         raise FileNotFoundError

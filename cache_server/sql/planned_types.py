@@ -9,7 +9,7 @@ from __future__ import annotations
 import pyarrow as pa
 from datafusion import LogicalPlan, SessionContext
 
-from cache_server.sql.nested_types import with_fields
+from cache_server.sql.plain_columns import with_fields
 
 
 def planned_schema(context: SessionContext, plan: LogicalPlan) -> pa.Schema:

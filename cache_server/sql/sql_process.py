@@ -26,9 +26,9 @@ import pyarrow as pa
 from cache_protocol.cli.output import size
 from cache_protocol.errors import CacheError, from_proto
 from cache_protocol.v1 import cache_pb2 as pb
-from cache_server.sql import sql_program
-from cache_server.sql.sql_program import Channel, Kind, Request, batch_of
+from cache_server.sql.sql_frames import IDLE_S, Channel, Kind, Request, batch_of
 
+_PROGRAM = Path(__file__).with_name("sql_program.py")
 _SPARE = 2  # that start while several are in use
 _MOST_IDLE = 3  # processes that are kept for later
 _SEND_S = 60.0  # for a request, or for rows that the process asked for
@@ -90,7 +90,7 @@ class SqlProcess:
         self._errors: IO[bytes] = os.fdopen(os.memfd_create("sql-errors"), "r+b")
         with theirs:
             self._process = Popen(
-                [sys.executable, "-P", sql_program.__file__],
+                [sys.executable, "-P", str(_PROGRAM)],
                 stdin=theirs.fileno(),
                 stdout=DEVNULL,
                 stderr=self._errors,
@@ -114,7 +114,7 @@ class SqlProcess:
     def is_alive(self) -> bool:
         """Whether it waits for a call; it ends when none comes."""
         idle_s = time.monotonic() - self._used_s
-        return self._process.poll() is None and idle_s < sql_program.IDLE_S / 2
+        return self._process.poll() is None and idle_s < IDLE_S / 2
 
     def run(
         self,

@@ -11,7 +11,7 @@ from itertools import chain
 
 import pyarrow as pa
 
-from cache_server.sql.nested_types import with_fields
+from cache_server.sql.plain_columns import with_fields
 
 _UNITS = ("s", "ms", "us", "ns")
 _DIGITS = {8: 3, 16: 5, 32: 10, 64: 20}  # of an integer, by its bits

@@ -29,7 +29,7 @@ from cache_protocol.errors import LoadError, RequestError
 from cache_protocol.storage.layout import GUESSED_VALUE_BYTES
 from cache_server.object_stores.client import Location, kind_of
 from cache_server.object_stores.connections import pass_for, settings_for_delta
-from cache_server.source.lake_folders import DELTA_LOG
+from cache_server.source.listings import DELTA_LOG
 from cache_server.source.pinned import Pin, PinnedTable, SourceFile, Split, source_column
 from cache_server.tables import footers, lake, plain_files
 from cache_server.tables.column_sizes import Place, value_bytes

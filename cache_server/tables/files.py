@@ -1,20 +1,12 @@
-"""Tables made of files: paths, globs and URIs -> files -> splits.
-
-Reads only listings, footers and the first rows of CSV and JSON. `local_files` finds files of this
-machine, `object_stores` others.
-"""
+"""Tables made of files -> schema, splits. Reads only footers and the first rows of CSV and JSON."""
 
 from __future__ import annotations
 
-import glob
 import math
-import os
-import pickle
 import re
 import tempfile
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -23,8 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from cache_protocol.datasets.column_types import parse_type
-from cache_protocol.datasets.dataset_spec import FILE_SUFFIXES, TYPED_FORMATS, TableSpec
-from cache_protocol.datasets.values import is_text
+from cache_protocol.datasets.dataset_spec import TYPED_FORMATS, TableSpec
 from cache_protocol.errors import LoadError, RequestError
 from cache_server import object_stores
 from cache_server.source.pinned import (
@@ -35,25 +26,17 @@ from cache_server.source.pinned import (
     SourceFile,
     Split,
     partition_texts,
-    partition_types,
-    partition_values,
     with_mark,
 )
-from cache_server.source.saved_datasets import parts_of_dict, without_metadata
 from cache_server.sql import loader
-from cache_server.sql.formats.first_bytes import FIRST_BYTES, objection
 from cache_server.tables import arrow_reader, footers, local_files, parquet
 from cache_server.tables.common_types import storage_schema
-from cache_server.tables.synthetic import rows_like
 
 _THREADS = 32  # mostly waiting for stores
-_FOOTERS_AT_ONCE = 256  # in memory as bytes
 _TAIL_BYTES = 64 * 1024  # of an Arrow file, which hold its footer
-_KNOWN = footers.KnownFooters(64 * 1024 * 1024)
 _HEAD_BYTES = 4 * 1024 * 1024  # of a CSV, to infer its columns
 _JSON_BYTES = 4 * 1024 * 1024  # of a table of JSON, to infer its columns
 _FEWEST_JSON_BYTES = 32 * 1024  # of each of its files
-_COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".snappy", ".zip")  # suffixes
 _INTEGER = re.compile(r"-?(0|[1-9][0-9]{0,17})")
 
 
@@ -64,11 +47,11 @@ def pin(table: TableSpec) -> tuple[str, Pin]:
         LoadError: a file is missing, unreadable or empty; names it. RequestError: an unknown URI
             scheme or format, or bad types.
     """
-    format, files, relative = find_files(table)
+    format, files, relative = local_files.find_files(table)
     if table.escape and format != "csv":
         raise RequestError(f"table {table.name!r}: escape is for csv, not for {format}")
     if format == "parquet":
-        found = read_footers(files, table)
+        found = footers.read_footers(files, table)
         schema = arrow_reader.marked(
             parquet.common_schema(
                 files,
@@ -110,192 +93,16 @@ def _pin(
     def with_groups(splits: Sequence[Split], columns: Collection[str]) -> tuple[Split, ...]:
         return parquet.with_group_bytes(splits, files, found, columns)
 
-    def sample(num_rows: int, columns: Collection[str] | None = None, /) -> pa.RecordBatch:
-        types = partition_types(schema)
-        constants = [partition_values(file.path, types) for file in files]
-        groups = [
-            (footer.row_group(index), values)
-            for footer, values in zip(found, constants, strict=True)
-            for index in range(footer.num_row_groups)
-        ]
-        return rows_like(groups, schema, num_rows, columns)
-
     is_parquet = format == "parquet"
     return Pin(
         schema,
         content,
         cut,
         exact_rows=is_parquet,
-        sample=sample if is_parquet else None,
         bytes_by="" if is_parquet else "the sizes of the files",
         with_groups=with_groups if is_parquet else None,
         nulls=partial(parquet.nulls, found) if is_parquet else None,
     )
-
-
-def find_files(table: TableSpec) -> tuple[str, tuple[SourceFile, ...], tuple[str, ...]]:
-    """The format, the files and their paths below their source, in row order.
-
-    - Sources keep their order; the files of a source are sorted by name.
-    - A directory skips names that start with ``.`` or ``_``, and files of other formats. A glob
-      skips them too, unless it names them.
-    - Links are followed, except for a link to a directory above itself.
-
-    Raises:
-        LoadError: naming a path that is missing, unreadable or not UTF-8, a broken link, or a
-            source without files.
-        RequestError: an unknown URI scheme, option or format, files of a Delta or Iceberg table, or
-            a compressed file.
-    """
-    format = table.format
-    plain = [suffix for suffix, kind in FILE_SUFFIXES.items() if format in (None, kind)]
-    # Compressed files too: skipping them would silently lose rows.
-    suffixes = (*plain, *(suffix + end for suffix in plain for end in _COMPRESSED))
-    files: list[SourceFile] = []
-    relative: list[str] = []
-    formats: dict[str, str] = {}
-    for source in table.source:
-        if object_stores.is_remote(source):
-            root = object_stores.root_of(source, table.options)
-            found = object_stores.expand(
-                source,
-                suffixes,
-                table.options,
-                table.secrets,
-                partial(_is_ignored, table, root),
-            )
-        else:
-            object_stores.check_unused(table.options, table.secrets)
-            root, paths = local_files.expand(source, suffixes, table.ignore)
-            found = [_stat(path) for path in paths]
-        found = [file for file in found if not _is_ignored(table, root, file.path)]
-        if not glob.has_magic(source):
-            found = _of_saved_dataset(source, found, root)
-        if not found:
-            raise _holds_nothing(source, format, table.ignore)
-        for file in found:
-            if not is_text(file.path):  # protobuf cannot carry it
-                raise LoadError(f"cannot read {file.path!r}: its name is not UTF-8")
-            if file.path.lower().endswith(_COMPRESSED):
-                raise RequestError(
-                    f"{file.path} is compressed, which is not read: unpack it, or leave it out by "
-                    "ignore"
-                )
-        files += found
-        relative += [local_files.below(file.path, root) for file in found]
-        for file in found:
-            formats.setdefault(format or _format_of(file.path), file.path)
-    if len(formats) > 1:
-        examples = ", ".join(f"{path} ({name})" for name, path in formats.items())
-        raise RequestError(f"one dataset has one format, found several: {examples}")
-    return next(iter(formats)), tuple(files), tuple(relative)
-
-
-def _of_saved_dataset(source: str, files: list[SourceFile], root: str) -> list[SourceFile]:
-    """The files of a folder; of one that Hugging Face saved, only those with rows."""
-    by_path = {local_files.below(file.path, root): file for file in files}
-    if parts := parts_of_dict(list(by_path)):
-        raise RequestError(
-            f"source {source!r} holds several datasets, such as the splits of a Hugging Face "
-            f"DatasetDict: name the folders to load, among {', '.join(parts)}"
-        )
-    return [by_path[path] for path in without_metadata(list(by_path))]
-
-
-def _is_ignored(table: TableSpec, root: str, path: str) -> bool:
-    return local_files.is_ignored(local_files.below(path, root), table.ignore)
-
-
-def check_unchanged(file: SourceFile) -> None:
-    """Raises a `LoadError` if a file of this machine is not the planned one."""
-    now = _stat(file.path)
-    if now != file:
-        raise LoadError(
-            f"source file {file.path} changed since the dataset was planned: it had {file.size} "
-            f"bytes and mtime {file.mtime_ns} ns, now {now.size} bytes and {now.mtime_ns} ns"
-        )
-
-
-def read_footers(files: Sequence[SourceFile], table: TableSpec) -> tuple[pq.FileMetaData, ...]:
-    """The Parquet footers of all files.
-
-    Raises:
-        LoadError: a footer cannot be read; names the file.
-    """
-
-    def tail(file: SourceFile) -> bytes:
-        if object_stores.is_remote(file.path):
-            return footers.read_tail(
-                file.size,
-                lambda size: object_stores.read_tail(file, size, table.options, table.secrets),
-            )
-        try:
-            with open(file.path, "rb") as opened:
-                return footers.tail_of(opened)
-        except OSError as error:
-            raise _no_footer(file, b"", error) from None
-
-    def parsed(tail: bytes) -> pq.FileMetaData | None:
-        with suppress(pa.ArrowInvalid, OSError):  # the check tells the reason
-            return footers.parsed(tail)
-        return None
-
-    store = hash((tuple(sorted(table.options.items())), tuple(sorted(table.secrets.items()))))
-    known = {file: _KNOWN.get((file, store)) for file in files}
-    # A pickle holds the bytes of the footer, and is parsed in half the time.
-    found: dict[SourceFile, pq.FileMetaData] = {
-        file: pickle.loads(pickled) for file, pickled in known.items() if pickled is not None
-    }
-    new = [file for file, pickled in known.items() if pickled is None]
-    with ThreadPoolExecutor(min(_THREADS, len(files))) as pool:
-        for start in range(0, len(new), _FOOTERS_AT_ONCE):
-            some = new[start : start + _FOOTERS_AT_ONCE]
-            tails = list(pool.map(tail, some))
-            footers_of_some = pool.map(parsed, tails)  # meanwhile
-            if (fault := footers.first_fault(tails)) is not None:
-                index, reason = fault
-                raise _bad_footer(some[index], tails[index], reason)
-            found.update(zip(some, footers_of_some, strict=True))
-            for file in some:
-                if file.mtime_ns or file.etag:
-                    _KNOWN.add((file, store), pickle.dumps(found[file]))
-    return tuple(found[file] for file in files)
-
-
-def read_remote_footer(file: SourceFile, last: Callable[[int], bytes]) -> pq.FileMetaData:
-    """The Parquet footer of an object; one request if it has a usual size.
-
-    Args:
-        last: returns the last bytes of the object, as many as given.
-
-    Raises:
-        LoadError: the footer is not valid; names the object.
-    """
-    tail = footers.read_tail(file.size, last)
-    try:
-        return footers.checked(tail)
-    except pa.ArrowInvalid as error:
-        raise _bad_footer(file, tail, str(error)) from None
-
-
-def _bad_footer(file: SourceFile, tail: bytes, reason: str) -> LoadError:
-    is_remote = object_stores.is_remote(file.path)
-    whole = tail if len(tail) == file.size else b""
-    return _no_footer(file, whole if is_remote else _first_bytes(file.path), reason)
-
-
-def _no_footer(file: SourceFile, head: bytes, error: Exception | str) -> LoadError:
-    if (reason := objection(head[:FIRST_BYTES], "parquet")) is not None:
-        return LoadError(f"cannot read {file.path} as parquet: {reason}")
-    return LoadError(f"cannot read the Parquet footer of {file.path}: {error}")
-
-
-def _first_bytes(path: str) -> bytes:
-    try:
-        with open(path, "rb") as opened:
-            return opened.read(FIRST_BYTES)
-    except OSError:
-        return b""  # the caller reports its own error
 
 
 def text_splits(files: Sequence[SourceFile], format: str, target_bytes: int) -> tuple[Split, ...]:
@@ -466,29 +273,3 @@ def _partition_fields(relative: Sequence[str]) -> list[pa.Field]:
         dtype = pa.int64() if integers else pa.string()
         fields.append(pa.field(key, dtype, metadata={PARTITION: b"path"}))
     return fields
-
-
-def _holds_nothing(source: str, format: str | None, ignore: Collection[str]) -> LoadError:
-    if glob.has_magic(source):
-        left = " that is not ignored" if ignore else ""
-        return LoadError(f"source {source!r} matches no file{left}")
-    kind = f"{format} files" if format else "files of a known format"
-    return LoadError(f"source {source!r} holds no {kind} ({', '.join(FILE_SUFFIXES)})")
-
-
-def _format_of(path: str) -> str:
-    try:
-        return FILE_SUFFIXES[Path(path).suffix.lower()]
-    except KeyError:
-        raise RequestError(
-            f"cannot tell the format of {path} by its name; give format= one of "
-            f"{', '.join(sorted(set(FILE_SUFFIXES.values())))}"
-        ) from None
-
-
-def _stat(path: str) -> SourceFile:
-    try:
-        stat = os.stat(path)
-    except OSError as error:
-        raise LoadError(f"cannot read source file {path}: {error.strerror}") from None
-    return SourceFile(path, stat.st_size, stat.st_mtime_ns)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import pickle
 import signal
 import socket
 import sys
@@ -15,6 +16,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from subprocess import DEVNULL, Popen
@@ -23,6 +25,11 @@ from typing import BinaryIO
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from cache_protocol.datasets.dataset_spec import TableSpec
+from cache_protocol.errors import LoadError
+from cache_server import object_stores
+from cache_server.source.pinned import SourceFile
+from cache_server.sql.formats.first_bytes import FIRST_BYTES, objection
 from cache_server.sql.formats.footer_bytes import encrypted_columns
 from cache_server.tables import footer_check
 from cache_server.tables.footer_check import LENGTH_BYTES
@@ -31,7 +38,91 @@ _MAGIC_BYTES = 8  # the length of the footer and "PAR1", at the very end of a fi
 _TAIL_BYTES = 64 * 1024  # read from the end of a file; most footers are shorter
 _CHECK_S = 60.0  # for one footer
 _KEEP_S = 3600.0
+_THREADS = 32  # mostly waiting for stores
+_FOOTERS_AT_ONCE = 256  # in memory as bytes
 _ENCRYPTED = "encrypted, which is not read: write the file without encryption"
+
+
+def read_footers(files: Sequence[SourceFile], table: TableSpec) -> tuple[pq.FileMetaData, ...]:
+    """The Parquet footers of all files.
+
+    Raises:
+        LoadError: a footer cannot be read; names the file.
+    """
+
+    def tail(file: SourceFile) -> bytes:
+        if object_stores.is_remote(file.path):
+            return read_tail(
+                file.size,
+                lambda size: object_stores.read_tail(file, size, table.options, table.secrets),
+            )
+        try:
+            with open(file.path, "rb") as opened:
+                return tail_of(opened)
+        except OSError as error:
+            raise _no_footer(file, b"", error) from None
+
+    def parsed_or_none(tail: bytes) -> pq.FileMetaData | None:
+        with suppress(pa.ArrowInvalid, OSError):  # the check tells the reason
+            return parsed(tail)
+        return None
+
+    store = hash((tuple(sorted(table.options.items())), tuple(sorted(table.secrets.items()))))
+    known = {file: _KNOWN.get((file, store)) for file in files}
+    # A pickle holds the bytes of the footer, and is parsed in half the time.
+    found: dict[SourceFile, pq.FileMetaData] = {
+        file: pickle.loads(pickled) for file, pickled in known.items() if pickled is not None
+    }
+    new = [file for file, pickled in known.items() if pickled is None]
+    with ThreadPoolExecutor(min(_THREADS, len(files))) as pool:
+        for start in range(0, len(new), _FOOTERS_AT_ONCE):
+            some = new[start : start + _FOOTERS_AT_ONCE]
+            tails = list(pool.map(tail, some))
+            parsed_footers = pool.map(parsed_or_none, tails)  # meanwhile
+            if (fault := first_fault(tails)) is not None:
+                index, reason = fault
+                raise _bad_footer(some[index], tails[index], reason)
+            found.update(zip(some, parsed_footers, strict=True))
+            for file in some:
+                if file.mtime_ns or file.etag:
+                    _KNOWN.add((file, store), pickle.dumps(found[file]))
+    return tuple(found[file] for file in files)
+
+
+def read_remote_footer(file: SourceFile, last: Callable[[int], bytes]) -> pq.FileMetaData:
+    """The Parquet footer of an object; one request if it has a usual size.
+
+    Args:
+        last: returns the last bytes of the object, as many as given.
+
+    Raises:
+        LoadError: the footer is not valid; names the object.
+    """
+    tail = read_tail(file.size, last)
+    try:
+        return checked(tail)
+    except pa.ArrowInvalid as error:
+        raise _bad_footer(file, tail, str(error)) from None
+
+
+def _bad_footer(file: SourceFile, tail: bytes, reason: str) -> LoadError:
+    is_remote = object_stores.is_remote(file.path)
+    whole = tail if len(tail) == file.size else b""
+    return _no_footer(file, whole if is_remote else _first_bytes(file.path), reason)
+
+
+def _no_footer(file: SourceFile, head: bytes, error: Exception | str) -> LoadError:
+    if (reason := objection(head[:FIRST_BYTES], "parquet")) is not None:
+        return LoadError(f"cannot read {file.path} as parquet: {reason}")
+    return LoadError(f"cannot read the Parquet footer of {file.path}: {error}")
+
+
+def _first_bytes(path: str) -> bytes:
+    try:
+        with open(path, "rb") as opened:
+            return opened.read(FIRST_BYTES)
+    except OSError:
+        return b""  # the caller reports its own error
 
 
 def of_path(path: str | os.PathLike[str]) -> pq.FileMetaData:
@@ -228,5 +319,6 @@ class _Checker:
                 self._process = None
 
 
+_KNOWN = KnownFooters(64 * 1024 * 1024)
 _CHECKER = _Checker()
 atexit.register(_CHECKER.close)

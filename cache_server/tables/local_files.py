@@ -1,7 +1,7 @@
-"""Finds the files of a local source: a path, a directory with all below it, or a glob.
+"""Finds the files of sources: a path, a directory with all below it, a glob, or a URI.
 
 Nothing that may hold rows is silently skipped: links are followed, and an unreadable directory or a
-broken link is an error. Reads directories, never files.
+broken link is an error. Reads directories, never files. `object_stores` lists other machines.
 """
 
 from __future__ import annotations
@@ -12,14 +12,88 @@ import itertools
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+from cache_protocol.datasets.dataset_spec import FILE_SUFFIXES, TableSpec
+from cache_protocol.datasets.values import is_text
 from cache_protocol.errors import LoadError, RequestError
-from cache_server.source import lake_folders
-from cache_server.source.hidden_names import is_hidden
+from cache_server import object_stores
+from cache_server.source import listings
+from cache_server.source.listings import is_hidden
+from cache_server.source.pinned import SourceFile
 
+_COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".snappy", ".zip")  # suffixes
 _Entry = os.DirEntry[str] | Path  # found in a directory; or a path without wildcards
+
+
+def find_files(table: TableSpec) -> tuple[str, tuple[SourceFile, ...], tuple[str, ...]]:
+    """The format, the files and their paths below their source, in row order.
+
+    - Sources keep their order; the files of a source are sorted by name.
+    - A directory skips names that start with ``.`` or ``_``, and files of other formats. A glob
+      skips them too, unless it names them.
+    - Links are followed, except for a link to a directory above itself.
+
+    Raises:
+        LoadError: naming a path that is missing, unreadable or not UTF-8, a broken link, or a
+            source without files.
+        RequestError: an unknown URI scheme, option or format, files of a Delta or Iceberg table, or
+            a compressed file.
+    """
+    format = table.format
+    plain = [suffix for suffix, kind in FILE_SUFFIXES.items() if format in (None, kind)]
+    # Compressed files too: skipping them would silently lose rows.
+    suffixes = (*plain, *(suffix + end for suffix in plain for end in _COMPRESSED))
+    files: list[SourceFile] = []
+    relative: list[str] = []
+    formats: dict[str, str] = {}
+    for source in table.source:
+        if object_stores.is_remote(source):
+            root = object_stores.root_of(source, table.options)
+            found = object_stores.expand(
+                source,
+                suffixes,
+                table.options,
+                table.secrets,
+                partial(_is_left_out, table, root),
+            )
+        else:
+            object_stores.check_unused(table.options, table.secrets)
+            root, paths = expand(source, suffixes, table.ignore)
+            found = [_stat(path) for path in paths]
+        found = [file for file in found if not _is_left_out(table, root, file.path)]
+        if not glob.has_magic(source):
+            found = _of_saved_dataset(source, found, root)
+        if not found:
+            raise _holds_nothing(source, format, table.ignore)
+        for file in found:
+            if not is_text(file.path):  # protobuf cannot carry it
+                raise LoadError(f"cannot read {file.path!r}: its name is not UTF-8")
+            if file.path.lower().endswith(_COMPRESSED):
+                raise RequestError(
+                    f"{file.path} is compressed, which is not read: unpack it, or leave it out by "
+                    "ignore"
+                )
+        files += found
+        relative += [below(file.path, root) for file in found]
+        for file in found:
+            formats.setdefault(format or _format_of(file.path), file.path)
+    if len(formats) > 1:
+        examples = ", ".join(f"{path} ({name})" for name, path in formats.items())
+        raise RequestError(f"one dataset has one format, found several: {examples}")
+    return next(iter(formats)), tuple(files), tuple(relative)
+
+
+def check_unchanged(file: SourceFile) -> None:
+    """Raises a `LoadError` if a file of this machine is not the planned one."""
+    now = _stat(file.path)
+    if now != file:
+        raise LoadError(
+            f"source file {file.path} changed since the dataset was planned: it had {file.size} "
+            f"bytes and mtime {file.mtime_ns} ns, now {now.size} bytes and {now.mtime_ns} ns"
+        )
 
 
 def expand(
@@ -40,7 +114,7 @@ def expand(
     path = _path_of(source)
     if os.path.isdir(path):
         if (format := _lake_format(path)) is not None:
-            raise lake_folders.refusal(source, path, path, format)
+            raise listings.refusal(source, path, path, format)
         tree = _Tree(root=str(Path(path)), hides=is_hidden, suffixes=suffixes, ignore=ignore)
         root, paths = tree.root, tree.files(("**", "*"))
     elif glob.has_magic(path) and not os.path.exists(path):
@@ -58,23 +132,23 @@ def expand(
 def _refuse_lakes(source: str, root: str, paths: Iterable[str], ignore: Collection[str]) -> None:
     """Raises a `RequestError` if files that are not ignored belong to a lake table."""
     kept = [path for path in paths if not is_ignored(below(path, root), ignore)]
-    directories = {directory for path in kept for directory in lake_folders.directories_of(path)}
+    directories = {directory for path in kept for directory in listings.directories_of(path)}
     roots = {
         directory: format
         for directory in directories
         if (format := _lake_format(directory)) is not None
     }
-    if (found := lake_folders.first_root(kept, roots)) is not None:
-        raise lake_folders.refusal(source, root, found, roots[found])
+    if (found := listings.first_root(kept, roots)) is not None:
+        raise listings.refusal(source, root, found, roots[found])
 
 
 def _lake_format(directory: str) -> str | None:
     """The format of the lake table with this root; None if it is not a root."""
-    if os.path.isdir(f"{directory}/{lake_folders.DELTA_LOG}"):
+    if os.path.isdir(f"{directory}/{listings.DELTA_LOG}"):
         return "delta"
     try:
-        with os.scandir(f"{directory}/{lake_folders.ICEBERG_METADATA}") as entries:
-            is_iceberg = any(lake_folders.is_metadata_file(entry.name) for entry in entries)
+        with os.scandir(f"{directory}/{listings.ICEBERG_METADATA}") as entries:
+            is_iceberg = any(listings.is_metadata_file(entry.name) for entry in entries)
     except OSError:
         return None
     return "iceberg" if is_iceberg else None
@@ -271,3 +345,44 @@ def _path_of(source: str) -> str:
             "%3F for ? and %23 for #"
         )
     return unquote(uri.path)
+
+
+def _of_saved_dataset(source: str, files: list[SourceFile], root: str) -> list[SourceFile]:
+    """The files of a folder; of one that Hugging Face saved, only those with rows."""
+    by_path = {below(file.path, root): file for file in files}
+    if parts := listings.parts_of_dict(list(by_path)):
+        raise RequestError(
+            f"source {source!r} holds several datasets, such as the splits of a Hugging Face "
+            f"DatasetDict: name the folders to load, among {', '.join(parts)}"
+        )
+    return [by_path[path] for path in listings.without_metadata(list(by_path))]
+
+
+def _is_left_out(table: TableSpec, root: str, path: str) -> bool:
+    return is_ignored(below(path, root), table.ignore)
+
+
+def _holds_nothing(source: str, format: str | None, ignore: Collection[str]) -> LoadError:
+    if glob.has_magic(source):
+        left = " that is not ignored" if ignore else ""
+        return LoadError(f"source {source!r} matches no file{left}")
+    kind = f"{format} files" if format else "files of a known format"
+    return LoadError(f"source {source!r} holds no {kind} ({', '.join(FILE_SUFFIXES)})")
+
+
+def _format_of(path: str) -> str:
+    try:
+        return FILE_SUFFIXES[Path(path).suffix.lower()]
+    except KeyError:
+        raise RequestError(
+            f"cannot tell the format of {path} by its name; give format= one of "
+            f"{', '.join(sorted(set(FILE_SUFFIXES.values())))}"
+        ) from None
+
+
+def _stat(path: str) -> SourceFile:
+    try:
+        stat = os.stat(path)
+    except OSError as error:
+        raise LoadError(f"cannot read source file {path}: {error.strerror}") from None
+    return SourceFile(path, stat.st_size, stat.st_mtime_ns)

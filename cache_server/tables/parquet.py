@@ -27,8 +27,7 @@ from cache_server.source.pinned import (
     with_source_type,
     without_source_type,
 )
-from cache_server.sql.nested_types import with_fields
-from cache_server.sql.plain_columns import hides_values, plain_schema
+from cache_server.sql.plain_columns import hides_values, plain_schema, with_fields
 from cache_server.tables.column_sizes import (
     Place,
     column_of,

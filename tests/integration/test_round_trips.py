@@ -15,7 +15,7 @@ import pytest
 from cache_client import CacheClient, CacheIterableDataset, Connection, DatasetSpec
 from cache_protocol.storage.nested_values import plain_type, retyped, without_codes
 from cache_server import LocalCluster
-from cache_server.sql.nested_types import with_wide_codes
+from cache_server.sql.plain_columns import with_wide_codes
 from tests import arrow_values
 from tests.flight_clients import connect
 from tests.load_here import load_here

@@ -449,15 +449,13 @@ def refusals(root: Path) -> dict[str, dict[str, Any]]:
         "DML not supported": {"source": path, "sql": "DELETE FROM source"},
         "needs one of table and query, got none": {"source": "postgresql://db.example.org/shop"},
         "it is of integers by the first rows": {"source": f"{root}/fractions.jsonl"},
-        "by the first rows of the table, which cannot hold all of that": {
-            "source": f"{root}/times.csv"
-        },
+        "is of date32[day] by the first rows of the table": {"source": f"{root}/times.csv"},
         "is not in the first rows of the table": {"source": f"{root}/late-key.jsonl"},
         "a line must be one object, got more behind it": {"source": f"{root}/two-a-line.jsonl"},
         "text follows the closing quote of": {"source": f"{root}/behind.csv"},
         "which readers take differently": {"source": f"{root}/behind.csv", "escape": "\\"},
         "are never closed": {"source": f"{root}/cut-off.csv"},
-        "a leap second, which": {"source": f"{root}/leap.csv"},
+        "is of timestamp[s] by the first rows of the table": {"source": f"{root}/leap.csv"},
         "what follows would not be read": {"source": f"{root}/joined.arrow"},
         "column 'rooms' holds 1 null": {"source": f"{root}/nulls.parquet"},
         "Cast error": {

@@ -113,7 +113,7 @@ class Control:
         node = pb.Node(id="new", process="one", flight_location="grpc://127.0.0.1:1")
         with answering_control() as node.control_location:
             answer: pb.HeartbeatResponse = self._stub.Heartbeat(
-                pb.HeartbeatRequest(node=node, takes_digests=True),
+                pb.HeartbeatRequest(node=node),
                 metadata=self._metadata,
                 timeout=WAIT_S,
             )

@@ -5,20 +5,14 @@ The source was pinned before; no data is read.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Sequence
 
-from cache_protocol.errors import LoadError
 from cache_protocol.storage.layout import Layout
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.coordination.members.placement import bytes_by_node, nodes_needed, place
 from cache_server.plan.pinned_version import OpenPlan, PinnedVersion
 from cache_server.plan.shard_plan import load_memory_bytes, max_rows
-from cache_server.sql import loader
 
-logger = logging.getLogger(__name__)
-
-_SAMPLE_ROWS = 20_000
 _FEWEST_RATED_BYTES = 16 * 1024 * 1024  # in a smaller load, most time is not reading
 
 
@@ -112,9 +106,6 @@ def forecast(
     if node_bytes_per_s and node_ids:
         result.load_s = sum(new) / node_bytes_per_s / min(len(node_ids), len(new) or 1)
     result.nulls.update(_nulls(planned))
-    filtered = _filtered_rows(planned, rows)
-    if filtered is not None:
-        result.filtered_rows = filtered
     return result
 
 
@@ -147,20 +138,3 @@ def _node_bytes(version: PinnedVersion, node_ids: Sequence[str]) -> list[int]:
     placement = place(version.key.fingerprint, len(shards), node_ids, version.spec.replicas)
     totals = bytes_by_node(placement, [shard.estimated_bytes for shard in shards])
     return [totals.get(node_id, 0) for node_id in node_ids]
-
-
-def _filtered_rows(planned: OpenPlan, rows: int | None) -> int | None:
-    """Estimated rows that pass the filter; None without a filter or without statistics."""
-    version, query = planned.version, planned.query
-    table = version.tables[0]
-    sample = planned.pins[table.name].sample
-    if rows is None or sample is None or query.keeps_every_row or not query.only_drops_rows:
-        return None
-    before = planned.rows_before or 0
-    try:
-        rows_made_up = sample(_SAMPLE_ROWS, query.columns[table.name])
-        kept = loader.count_kept(version.sql, table.name, rows_made_up)
-    except LoadError as error:
-        logger.info("no estimate dataset=%s reason=%s", version.key.dataset, error)
-        return None
-    return min(rows, round(before * kept / _SAMPLE_ROWS))

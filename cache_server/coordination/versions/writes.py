@@ -106,12 +106,10 @@ class Write:
         """What it takes of the bounds."""
         return len(self.schema) + self.spec.to_proto().ByteSize()
 
-    def to_proto(self, *, with_schema: bool) -> pb.OpenWrite:
+    def to_proto(self) -> pb.OpenWrite:
         """The message for nodes."""
         message = _open_write(self.write_id, self.spec, self.full_wait_s)
         message.schema_digest = self.digest
-        if with_schema:
-            message.schema = self.schema
         return message
 
 
@@ -348,21 +346,18 @@ class Writes:
             del self._committed[write_id]
 
     def messages(
-        self, pending: Iterable[tuple[PinnedVersion, Collection[int]]], *, with_schemas: bool
+        self, pending: Iterable[tuple[PinnedVersion, Collection[int]]]
     ) -> list[pb.OpenWrite]:
         """The writes that nodes keep rows of.
 
         Args:
             pending: versions whose rows nodes have yet to move, with the shards that they share.
-            with_schemas: for a node of a release that cannot ask for them.
         """
-        messages = [write.to_proto(with_schema=with_schemas) for write in self._open.values()]
+        messages = [write.to_proto() for write in self._open.values()]
         for version, shared in pending:
             for write_id in write_ids(version, shared):
                 message = _open_write(write_id, version.spec, 0.0)
                 message.committed = True
-                if with_schemas:
-                    message.schema = version.logical.serialize().to_pybytes()
                 messages.append(message)
         return messages
 

@@ -36,13 +36,6 @@ def may_have_zeros(path: Path) -> bool:
     return _WHOLE.search(before + b"\n") is not None
 
 
-def numbers_as_texts(schema: pa.Schema) -> pa.Schema:
-    """The same columns, with strings for numbers."""
-    return pa.schema(
-        [field.with_type(pa.string()) if is_number(field.type) else field for field in schema]
-    )
-
-
 def is_number(dtype: pa.DataType) -> bool:
     """Whether DataFusion infers the type from numbers."""
     return bool(pa.types.is_integer(dtype) or pa.types.is_floating(dtype))

@@ -18,6 +18,8 @@ import pyarrow.compute as pc
 
 _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 _NOT_FINITE = re.compile(r"[+-]?(nan|inf|infinity)", re.IGNORECASE)
+_NOT_FINITE_TEXT = f"(?i)^{_NOT_FINITE.pattern}$"  # for Arrow
+_X = re.compile(rb"[xX]")
 _TRUTH = {"true": True, "false": False}
 _TIME = re.compile(
     r"([0-9]{4})-([0-9]{1,2})-([0-9]{1,2})"
@@ -77,6 +79,8 @@ def read_column(texts: pa.Array, dtype: pa.DataType) -> pa.Array:
     Raises:
         MisfitError: for the first string that is not a value of the type.
     """
+    if texts.type == dtype:
+        return texts
     try:
         return _cast(texts, dtype)
     except pa.ArrowException:  # or it may have read a value wrongly
@@ -138,7 +142,7 @@ def _cast(texts: pa.Array, dtype: pa.DataType) -> pa.Array:
         if not pc.all(pc.is_in(lower, pa.array([*_TRUTH, None]))).as_py():
             raise pa.ArrowInvalid("not a truth value")
         return pc.equal(lower, "true")
-    if types.is_integer(dtype) and pc.any(pc.match_substring_regex(texts, "[xX]")).as_py():
+    if types.is_integer(dtype) and _has_hexadecimal(texts):
         raise pa.ArrowInvalid("hexadecimal")
     if types.is_time(dtype):
         times = pc.binary_join_element_wise(_DAY, texts, "").cast(pa.timestamp(dtype.unit))
@@ -147,8 +151,18 @@ def _cast(texts: pa.Array, dtype: pa.DataType) -> pa.Array:
         return _timestamps(texts, dtype)
     values = texts.cast(dtype)
     if types.is_floating(dtype) and not all_finite(values):
-        raise pa.ArrowInvalid("infinity of a number")
+        others = texts.filter(pc.invert(pc.is_finite(values)))
+        if not pc.all(pc.match_substring_regex(others, _NOT_FINITE_TEXT)).as_py():
+            raise pa.ArrowInvalid("infinity of a number")
     return values
+
+
+def _has_hexadecimal(texts: pa.Array) -> bool:
+    """Whether a string may be a hexadecimal number; looks at the bytes of all of them first."""
+    data = texts.buffers()[2]
+    if data is None or not _X.search(data):
+        return False
+    return bool(pc.any(pc.match_substring_regex(texts, "[xX]")).as_py())
 
 
 def _timestamps(texts: pa.Array, dtype: pa.DataType) -> pa.Array:

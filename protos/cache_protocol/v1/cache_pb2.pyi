@@ -1133,7 +1133,6 @@ class LoadForecast(google.protobuf.message.Message):
     TABLES_FIELD_NUMBER: builtins.int
     NUM_ROWS_FIELD_NUMBER: builtins.int
     ROWS_EXACT_FIELD_NUMBER: builtins.int
-    FILTERED_ROWS_FIELD_NUMBER: builtins.int
     NUM_BYTES_FIELD_NUMBER: builtins.int
     NUM_SHARDS_FIELD_NUMBER: builtins.int
     NODE_BYTES_FIELD_NUMBER: builtins.int
@@ -1158,8 +1157,6 @@ class LoadForecast(google.protobuf.message.Message):
     """before any filter; unset if the format does not tell"""
     rows_exact: builtins.bool
     """the result has exactly num_rows"""
-    filtered_rows: builtins.int
-    """estimated from statistics, if there is a filter"""
     num_bytes: builtins.int
     """before any filter; for a whole query, what it reads"""
     num_shards: builtins.int
@@ -1206,7 +1203,6 @@ class LoadForecast(google.protobuf.message.Message):
         tables: collections.abc.Iterable[Global___TableForecast] | None = ...,
         num_rows: builtins.int | None = ...,
         rows_exact: builtins.bool = ...,
-        filtered_rows: builtins.int | None = ...,
         num_bytes: builtins.int = ...,
         num_shards: builtins.int = ...,
         node_bytes: collections.abc.Iterable[builtins.int] | None = ...,
@@ -1220,10 +1216,8 @@ class LoadForecast(google.protobuf.message.Message):
         nulls: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
         shards_reused: builtins.int = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_filtered_rows", b"_filtered_rows", "_load_s", b"_load_s", "_num_rows", b"_num_rows", "filtered_rows", b"filtered_rows", "load_s", b"load_s", "num_rows", b"num_rows", "spec", b"spec"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_filtered_rows", b"_filtered_rows", "_load_s", b"_load_s", "_num_rows", b"_num_rows", "filtered_rows", b"filtered_rows", "fingerprint", b"fingerprint", "guessed_columns", b"guessed_columns", "largest_shard_bytes", b"largest_shard_bytes", "load_memory_bytes", b"load_memory_bytes", "load_s", b"load_s", "makes_rows", b"makes_rows", "memory_limit_bytes", b"memory_limit_bytes", "node_bytes", b"node_bytes", "nodes_needed", b"nodes_needed", "nulls", b"nulls", "num_bytes", b"num_bytes", "num_rows", b"num_rows", "num_shards", b"num_shards", "ordered", b"ordered", "rows_exact", b"rows_exact", "schema", b"schema", "shards_reused", b"shards_reused", "spec", b"spec", "tables", b"tables", "whole", b"whole", "why", b"why"]) -> None: ...
-    @typing.overload
-    def WhichOneof(self, oneof_group: typing.Literal["_filtered_rows", b"_filtered_rows"]) -> typing.Literal["filtered_rows"] | None: ...
+    def HasField(self, field_name: typing.Literal["_load_s", b"_load_s", "_num_rows", b"_num_rows", "load_s", b"load_s", "num_rows", b"num_rows", "spec", b"spec"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_load_s", b"_load_s", "_num_rows", b"_num_rows", "fingerprint", b"fingerprint", "guessed_columns", b"guessed_columns", "largest_shard_bytes", b"largest_shard_bytes", "load_memory_bytes", b"load_memory_bytes", "load_s", b"load_s", "makes_rows", b"makes_rows", "memory_limit_bytes", b"memory_limit_bytes", "node_bytes", b"node_bytes", "nodes_needed", b"nodes_needed", "nulls", b"nulls", "num_bytes", b"num_bytes", "num_rows", b"num_rows", "num_shards", b"num_shards", "ordered", b"ordered", "rows_exact", b"rows_exact", "schema", b"schema", "shards_reused", b"shards_reused", "spec", b"spec", "tables", b"tables", "whole", b"whole", "why", b"why"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_load_s", b"_load_s"]) -> typing.Literal["load_s"] | None: ...
     @typing.overload
@@ -1968,15 +1962,12 @@ class HeartbeatRequest(google.protobuf.message.Message):
     REPORT_FIELD_NUMBER: builtins.int
     SINCE_FIELD_NUMBER: builtins.int
     ANSWER_FIELD_NUMBER: builtins.int
-    TAKES_DIGESTS_FIELD_NUMBER: builtins.int
     report: builtins.int
     """number of this report; grows in a process. 0: it is not numbered"""
     since: builtins.int
     """number of the report that the coordinator has; 0: it may have none"""
     answer: builtins.int
     """number of the last answer that the node acts on; 0: it has none"""
-    takes_digests: builtins.bool
-    """the node asks for the schemas of writes; else they are in the answer"""
     @property
     def node(self) -> Global___Node: ...
     @property
@@ -1994,10 +1985,9 @@ class HeartbeatRequest(google.protobuf.message.Message):
         report: builtins.int = ...,
         since: builtins.int = ...,
         answer: builtins.int = ...,
-        takes_digests: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["node", b"node"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["answer", b"answer", "datasets", b"datasets", "node", b"node", "report", b"report", "reports", b"reports", "since", b"since", "takes_digests", b"takes_digests"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["answer", b"answer", "datasets", b"datasets", "node", b"node", "report", b"report", "reports", b"reports", "since", b"since"]) -> None: ...
 
 Global___HeartbeatRequest: typing_extensions.TypeAlias = HeartbeatRequest
 
@@ -2116,7 +2106,6 @@ class ReaderReport(google.protobuf.message.Message):
     FAILOVERS_FIELD_NUMBER: builtins.int
     REFETCHES_FIELD_NUMBER: builtins.int
     QUEUE_DEPTH_FIELD_NUMBER: builtins.int
-    NUM_WORKERS_FIELD_NUMBER: builtins.int
     EXPIRES_S_FIELD_NUMBER: builtins.int
     AUDIT_FIELD_NUMBER: builtins.int
     NAMESPACE_FIELD_NUMBER: builtins.int
@@ -2168,7 +2157,6 @@ class ReaderReport(google.protobuf.message.Message):
     """attempts to get a window, beyond the first"""
     queue_depth: builtins.float
     """windows that were ready when one was taken; the mean"""
-    num_workers: builtins.int
     expires_s: builtins.float
     """without another report, the reader has stopped"""
     audit: builtins.str
@@ -2233,7 +2221,6 @@ class ReaderReport(google.protobuf.message.Message):
         failovers: builtins.int = ...,
         refetches: builtins.int = ...,
         queue_depth: builtins.float = ...,
-        num_workers: builtins.int = ...,
         expires_s: builtins.float = ...,
         audit: builtins.str = ...,
         namespace: builtins.str = ...,
@@ -2253,7 +2240,7 @@ class ReaderReport(google.protobuf.message.Message):
         sent_s: builtins.float = ...,
         end: Global___PassEnd.ValueType = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "audit", b"audit", "batch_size", b"batch_size", "batches", b"batches", "computed_s", b"computed_s", "dataset", b"dataset", "elapsed_s", b"elapsed_s", "end", b"end", "epoch", b"epoch", "expires_s", b"expires_s", "failovers", b"failovers", "fetch_s", b"fetch_s", "fingerprint", b"fingerprint", "follows", b"follows", "host", b"host", "job", b"job", "local_bytes", b"local_bytes", "local_rows", b"local_rows", "namespace", b"namespace", "nodes", b"nodes", "num_processes", b"num_processes", "num_steps", b"num_steps", "num_workers", b"num_workers", "order", b"order", "pid", b"pid", "principal", b"principal", "process", b"process", "process_rank", b"process_rank", "queue_depth", b"queue_depth", "rank", b"rank", "refetches", b"refetches", "rows", b"rows", "run", b"run", "seed", b"seed", "sent_s", b"sent_s", "step", b"step", "transform_s", b"transform_s", "view", b"view", "view_digest", b"view_digest", "waited_s", b"waited_s", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "audit", b"audit", "batch_size", b"batch_size", "batches", b"batches", "computed_s", b"computed_s", "dataset", b"dataset", "elapsed_s", b"elapsed_s", "end", b"end", "epoch", b"epoch", "expires_s", b"expires_s", "failovers", b"failovers", "fetch_s", b"fetch_s", "fingerprint", b"fingerprint", "follows", b"follows", "host", b"host", "job", b"job", "local_bytes", b"local_bytes", "local_rows", b"local_rows", "namespace", b"namespace", "nodes", b"nodes", "num_processes", b"num_processes", "num_steps", b"num_steps", "order", b"order", "pid", b"pid", "principal", b"principal", "process", b"process", "process_rank", b"process_rank", "queue_depth", b"queue_depth", "rank", b"rank", "refetches", b"refetches", "rows", b"rows", "run", b"run", "seed", b"seed", "sent_s", b"sent_s", "step", b"step", "transform_s", b"transform_s", "view", b"view", "view_digest", b"view_digest", "waited_s", b"waited_s", "world_size", b"world_size"]) -> None: ...
 
 Global___ReaderReport: typing_extensions.TypeAlias = ReaderReport
 
@@ -2843,7 +2830,6 @@ class OpenWrite(google.protobuf.message.Message):
 
     WRITE_ID_FIELD_NUMBER: builtins.int
     DATASET_FIELD_NUMBER: builtins.int
-    SCHEMA_FIELD_NUMBER: builtins.int
     TARGET_SHARD_BYTES_FIELD_NUMBER: builtins.int
     NULLS_FIELD_NUMBER: builtins.int
     FULL_WAIT_S_FIELD_NUMBER: builtins.int
@@ -2851,8 +2837,6 @@ class OpenWrite(google.protobuf.message.Message):
     SCHEMA_DIGEST_FIELD_NUMBER: builtins.int
     write_id: builtins.str
     dataset: builtins.str
-    schema: builtins.bytes
-    """Arrow IPC schema message of the logical columns; empty: ask for it"""
     target_shard_bytes: builtins.int
     nulls: builtins.str
     """see DatasetSpec"""
@@ -2866,14 +2850,13 @@ class OpenWrite(google.protobuf.message.Message):
         *,
         write_id: builtins.str = ...,
         dataset: builtins.str = ...,
-        schema: builtins.bytes = ...,
         target_shard_bytes: builtins.int = ...,
         nulls: builtins.str = ...,
         full_wait_s: builtins.float = ...,
         committed: builtins.bool = ...,
         schema_digest: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["committed", b"committed", "dataset", b"dataset", "full_wait_s", b"full_wait_s", "nulls", b"nulls", "schema", b"schema", "schema_digest", b"schema_digest", "target_shard_bytes", b"target_shard_bytes", "write_id", b"write_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["committed", b"committed", "dataset", b"dataset", "full_wait_s", b"full_wait_s", "nulls", b"nulls", "schema_digest", b"schema_digest", "target_shard_bytes", b"target_shard_bytes", "write_id", b"write_id"]) -> None: ...
 
 Global___OpenWrite: typing_extensions.TypeAlias = OpenWrite
 

@@ -30,7 +30,7 @@ _RANDOM = SystemRandom()  # stateless: forked workers would share a state
 
 
 def open_channel(
-    location: str, credentials: Credentials = NO_CREDENTIALS, **options: int
+    location: str, credentials: Credentials = NO_CREDENTIALS, **options: int | str
 ) -> grpc.Channel:
     """A channel to the coordinator at ``location``; it connects at the first call.
 

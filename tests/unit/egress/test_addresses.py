@@ -74,6 +74,15 @@ def test_a_user_is_accepted_only_where_it_may_be() -> None:
     assert "secret" not in str(raised.value)
 
 
+def test_a_password_is_accepted_only_of_an_operator_and_never_kept_or_shown() -> None:
+    address = parse_address("it", "http://user:hush%2Fhush@H:9000", may_have_password=True)
+    assert str(address) == "http://user@h:9000"
+    for bad in ("http://u:hush/hush@h", "u:hush@h", "http://u:hu:sh@h", "http://:hush@h"):
+        with pytest.raises(RequestError) as raised:
+            parse_address("it", bad, may_have_password=True)
+        assert "hu" not in str(raised.value)
+
+
 @pytest.mark.parametrize(
     ("uri", "authority", "key"),
     [("s3://bucket/a b?.csv", "bucket", "a b?.csv"), ("S3A://My_Bucket.x", "My_Bucket.x", ""),

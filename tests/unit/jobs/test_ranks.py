@@ -16,7 +16,7 @@ def window(chance: random.Random) -> RankWindow:
     steps = chance.randrange(20)
     return RankWindow(
         rank=chance.randrange(8),
-        steps=steps,
+        batches=steps,
         elapsed_s=chance.choice([1e-9, 1.0, 1e15]),
         waited_s=chance.random() * steps,
         computed_s=chance.random(),

@@ -17,7 +17,7 @@ def judge(windows: Sequence[RankWindow]) -> verdicts.Verdict:
 
 def rank(number: int = 0, **changes: object) -> RankWindow:
     """A rank that computes for 100 ms a step, and never waits."""
-    window = RankWindow(number, steps=100, elapsed_s=10.0, waited_s=0.1, computed_s=9.9, rows=1000)
+    window = RankWindow(number, 100, elapsed_s=10.0, waited_s=0.1, computed_s=9.9, rows=1000)
     return replace(window, **changes)  # type: ignore[arg-type]
 
 
@@ -35,7 +35,7 @@ def test_a_job_whose_ranks_hardly_wait_is_compute_bound() -> None:
 
 
 def test_a_job_without_a_batch_has_no_verdict() -> None:
-    assert judge([]).kind == judge([rank(steps=0)]).kind == "unknown"
+    assert judge([]).kind == judge([rank(batches=0)]).kind == "unknown"
 
 
 def test_the_rank_that_waits_much_more_for_data_than_the_others_is_slow() -> None:

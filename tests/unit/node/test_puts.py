@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -63,7 +62,6 @@ class Harness:
         *,
         schema: pa.Schema = SCHEMA,
         committed: bool = False,
-        earlier_release: bool = False,
         full_wait_s: float = 0.0,
     ) -> None:
         self.schema = schema
@@ -71,8 +69,6 @@ class Harness:
         digest = hashlib.sha256(data).hexdigest()
         size = 8 * SHARD_ROWS
         write = OpenWrite(WRITE, "t", digest, size, False, full_wait_s, committed)
-        if earlier_release:
-            write = replace(write, schema_digest="", schema=data)
         self.puts.update({WRITE: write})
 
     def put(
@@ -278,15 +274,14 @@ def test_a_moved_shard_has_its_bytes_once_under_its_new_name(harness: Harness) -
         assert again.shards(version).keys() == moved.keys()
 
 
-@pytest.mark.parametrize("earlier_release", [True, False])
-def test_a_schema_is_asked_for_once(harness: Harness, earlier_release: bool) -> None:
-    harness.open(earlier_release=earlier_release)
+def test_a_schema_is_asked_for_once(harness: Harness) -> None:
+    harness.open()
 
     for attempt in range(3):
         harness.put(chained(rows(5), end(5)), attempt)
-        harness.open(earlier_release=earlier_release)
+        harness.open()
 
-    assert harness.fetched == (0 if earlier_release else 1)
+    assert harness.fetched == 1
 
 
 def test_a_schema_with_another_digest_is_refused(harness: Harness) -> None:

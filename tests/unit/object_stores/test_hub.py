@@ -19,7 +19,7 @@ from fsspec.implementations.local import LocalFileSystem
 from cache_protocol.datasets.dataset_spec import DatasetSpec
 from cache_protocol.errors import LoadError, RequestError
 from cache_server.object_stores import download, expand, read_tail
-from cache_server.tables.files import find_files
+from cache_server.tables.local_files import find_files
 from tests.store_stubs import HubStub, Served, self_signed
 from tests.unit.object_stores.conftest import MIB, PARQUET
 

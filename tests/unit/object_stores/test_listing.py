@@ -10,7 +10,7 @@ import pytest
 from cache_protocol.datasets.dataset_spec import DatasetSpec
 from cache_protocol.errors import LoadError, RequestError
 from cache_server.object_stores import download, expand, is_remote, root_of
-from cache_server.tables.files import find_files
+from cache_server.tables.local_files import find_files
 from tests.object_store import S3Server
 from tests.unit.object_stores.conftest import PARQUET, found, one
 

@@ -16,8 +16,8 @@ from cache_server.sql import bounded, sql_process
 from cache_server.sql.bounded import AGGREGATES, BOUNDED, SUMMING, first_unbounded, is_unbounded
 from cache_server.sql.row_queries import check_row_query, row_query_batches
 from cache_server.sql.session import TABLE_FUNCTIONS, open_session
+from cache_server.sql.sql_frames import Request
 from cache_server.sql.sql_process import LimitError, Limits, value_of
-from cache_server.sql.sql_program import Request
 
 ROWS = pa.RecordBatch.from_pydict(
     {

@@ -502,8 +502,8 @@ def test_a_time_is_never_cut_to_what_the_sample_foresaw(
         list(read_split(local(split, "csv"), "SELECT * FROM source", table))
 
     assert str(caught.value).startswith(
-        f"cannot load {split}: column 'a \"b\"' holds {later!r}, but it is of "
-        f"{table.schema.types[1]} by the first rows"
+        f"cannot load {split}: column 'a \"b\"' holds {later!r} in row 1501, but it is "
+        f"of {table.schema.types[1]} by the first rows"
     )
 
 
@@ -537,6 +537,19 @@ def test_a_late_value_of_csv_that_does_not_fit_is_read_by_the_type_that_its_refu
     assert sum(batch.num_rows for batch in batches) == 1501
 
 
+@pytest.mark.parametrize("sql", ["SELECT 1 AS x FROM source", "SELECT day FROM source"])
+def test_a_csv_of_which_no_column_is_read_gives_all_its_rows(tmp_path: Path, sql: str) -> None:
+    (path := tmp_path / "day=3" / "a.csv").parent.mkdir()
+    path.write_text("a,b\n" + "1,x\n" * 5)
+    spec = DatasetSpec("t", tmp_path, sql=sql)
+    schema = tables.pin(spec.tables[0])[1].schema
+    table = PinnedTable("source", "csv", schema, columns=("day",) if "day" in sql else ())
+
+    batches = list(read_split(local(whole(path), "csv"), sql, table))
+
+    assert pa.Table.from_batches(batches).column(0).to_pylist() == [3 if "day" in sql else 1] * 5
+
+
 def test_a_value_of_csv_that_does_not_fit_is_named_with_its_row(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_text("k,n\n" + '"x\ny",0\n' * 9000 + "z,bad\n" + "z,0\n" * 9000)
@@ -554,7 +567,7 @@ def test_a_leap_second_is_not_read_as_another_second(
     table = csv_with_a_late_value(tmp_path / "a.csv", f"2024-01-01T10:20:30{digits}", later)
     split = whole(tmp_path / "a.csv")
 
-    with pytest.raises(LoadError, match=f"holds '{later}', a leap second"):
+    with pytest.raises(LoadError, match=f"holds '{later}' in row 1501, .*: string}}"):
         list(read_split(local(split, "csv"), "SELECT * FROM source", table))
 
 

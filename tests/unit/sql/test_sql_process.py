@@ -16,8 +16,8 @@ from cache_server.source.pinned import PinnedTable
 from cache_server.sql import loader, sql_process
 from cache_server.sql.queries import check_query
 from cache_server.sql.row_queries import check_row_query
+from cache_server.sql.sql_frames import Request
 from cache_server.sql.sql_process import ANY, LimitError, Limits, call, lease, stream
-from cache_server.sql.sql_program import Request
 from tests.query_source import SCHEMA, local, rows_of, table_of, whole, write_parquet
 
 died = partial(RuntimeError, "it")

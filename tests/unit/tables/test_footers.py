@@ -11,7 +11,7 @@ import pytest
 
 from cache_protocol.datasets.dataset_spec import DatasetSpec
 from cache_protocol.errors import LoadError
-from cache_server.tables import files, footers
+from cache_server.tables import files, footers, local_files
 
 ROWS = 40
 
@@ -46,8 +46,8 @@ def aborting() -> bytes:
 
 def read(*paths: Path) -> tuple[pq.FileMetaData, ...]:
     (table,) = DatasetSpec("t", list(paths)).tables
-    _, found, _ = files.find_files(table)
-    return files.read_footers(found, table)
+    _, found, _ = local_files.find_files(table)
+    return footers.read_footers(found, table)
 
 
 def test_a_footer_that_would_end_the_process_is_refused_with_its_file(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cache_protocol.errors import LoadError
-from cache_server.tables import files as sources
+from cache_server.tables import local_files
 from tests.table_files import find, paths_of, table_spec, touch
 
 EVERYWHERE = ["", "**/*.parquet"]
@@ -149,9 +149,9 @@ def test_a_directory_that_is_ignored_with_all_below_it_need_not_be_readable(
 
     for ignore in ("lost+found/*", "lost*"):
         spec = table_spec(tmp_path / pattern, ignore=[ignore])
-        assert sources.find_files(spec)[2] == ("a.parquet",)
+        assert local_files.find_files(spec)[2] == ("a.parquet",)
     with pytest.raises(LoadError, match=r"ignore: 'lost\+found/\*' leaves it out"):
-        sources.find_files(table_spec(tmp_path / pattern, ignore=["lost+found/*.pq"]))
+        local_files.find_files(table_spec(tmp_path / pattern, ignore=["lost+found/*.pq"]))
 
 
 @pytest.mark.parametrize("pattern", [*EVERYWHERE, "*.parquet", "a*", "a.parque?"])
@@ -162,7 +162,7 @@ def test_a_link_to_a_file_that_is_gone_is_named(tmp_path: Path, pattern: str) ->
     with pytest.raises(LoadError, match=r"a link to '/nowhere/gone\.parquet'") as caught:
         paths_of(tmp_path / pattern)
     assert str(linked) in str(caught.value)
-    assert sources.find_files(table_spec(tmp_path, ignore=["a.*"]))[2] == ("b.parquet",)
+    assert local_files.find_files(table_spec(tmp_path, ignore=["a.*"]))[2] == ("b.parquet",)
 
 
 @pytest.mark.parametrize("pattern", [*EVERYWHERE, "*/*/*.parquet", "**/x/*.parquet"])
@@ -177,7 +177,7 @@ def test_a_link_to_a_directory_that_is_gone_is_named(
         paths_of(tmp_path / pattern)
     assert str(linked) in str(caught.value)
     for ignore in (name, f"{name}/*"):
-        assert len(sources.find_files(table_spec(tmp_path / pattern, ignore=[ignore]))[1]) == 1
+        assert len(local_files.find_files(table_spec(tmp_path / pattern, ignore=[ignore]))[1]) == 1
 
 
 def test_a_link_to_itself_is_named(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from cache_protocol.errors import LoadError, RequestError
 from cache_server.source.pinned import SourceFile
-from cache_server.tables import files as sources
+from cache_server.tables import local_files
 from tests.table_files import find, paths_of, pinned, table_spec, touch
 
 
@@ -214,7 +214,7 @@ def test_a_compressed_file_is_refused_and_not_left_out(tmp_path: Path, name: str
                 paths_of(source, format=format)
             assert compressed in str(caught.value)
     table = table_spec(tmp_path, ignore=[f"*{Path(name).suffix}"])
-    assert [file.path for file in sources.find_files(table)[1]] == [plain]
+    assert [file.path for file in local_files.find_files(table)[1]] == [plain]
 
 
 def test_a_file_whose_name_is_no_utf_8_is_named_unless_it_is_ignored(tmp_path: Path) -> None:
@@ -225,7 +225,7 @@ def test_a_file_whose_name_is_no_utf_8_is_named_unless_it_is_ignored(tmp_path: P
         with pytest.raises(LoadError, match=r"b\\udcff\.csv': its name is not UTF-8"):
             paths_of(source)
     table = table_spec(tmp_path, ignore=["b*"])
-    assert [file.path for file in sources.find_files(table)[1]] == [plain]
+    assert [file.path for file in local_files.find_files(table)[1]] == [plain]
 
 
 def test_a_compressed_file_of_another_format_is_passed_over(tmp_path: Path) -> None:
@@ -250,9 +250,9 @@ def test_an_option_that_no_store_has_is_refused_for_files_of_the_node(tmp_path: 
     with pytest.raises(
         RequestError, match="no store has an option 'z'; no store has an option 'y'"
     ):
-        sources.find_files(table_spec(path, storage_options={"z": "1", "y": "2"}))
+        local_files.find_files(table_spec(path, storage_options={"z": "1", "y": "2"}))
     shared = {"AWS_REGION": "us-east-1", "account_name": "a", "revision": "main"}
-    assert sources.find_files(table_spec(path, storage_options=shared))[1][0].path == path
+    assert local_files.find_files(table_spec(path, storage_options=shared))[1][0].path == path
 
 
 # -- lake tables -----------------------------------------------------------------------------------
@@ -287,7 +287,7 @@ def test_files_beside_a_delta_table_are_read(lake: Path) -> None:
     beside = str(lake / "c.parquet")
     assert paths_of(lake / "*.parquet") == [beside]
     table = table_spec(lake, format="parquet", ignore=["t/*"])
-    assert [file.path for file in sources.find_files(table)[1]] == [beside]
+    assert [file.path for file in local_files.find_files(table)[1]] == [beside]
 
 
 def test_a_file_of_a_delta_table_that_is_named_and_its_log_are_read_as_they_are(lake: Path) -> None:
@@ -314,7 +314,7 @@ def test_files_of_an_iceberg_table_are_not_read_as_plain_ones(
     assert str(tmp_path / "i") in str(caught.value)
     table = table_spec(tmp_path, format="parquet", ignore=["i/*", "c*"])
     beside = touch(tmp_path / "d.parquet")
-    assert [file.path for file in sources.find_files(table)[1]] == [beside]
+    assert [file.path for file in local_files.find_files(table)[1]] == [beside]
 
 
 def test_a_file_of_an_iceberg_table_that_is_named_and_its_metadata_are_read_as_they_are(
@@ -360,14 +360,14 @@ def test_what_is_no_file_is_refused_by_name(oddities: Path, name: str) -> None:
     others = [path.name for path in oddities.iterdir() if path.name != name]
     for source in (name, "*.csv", "", "**/[a-z]*"):
         with pytest.raises(LoadError, match="neither a file nor a directory") as caught:
-            sources.find_files(table_spec(f"{oddities}/{source}", format="csv", ignore=others))
+            local_files.find_files(table_spec(f"{oddities}/{source}", format="csv", ignore=others))
         assert str(oddities / name) in str(caught.value)
 
 
 def test_what_is_no_file_may_be_ignored(oddities: Path) -> None:
     good = touch(oddities / "good.csv")
     table = table_spec(oddities, ignore=["[!g]*"])
-    assert [file.path for file in sources.find_files(table)[1]] == [good]
+    assert [file.path for file in local_files.find_files(table)[1]] == [good]
 
 
 # -- globs, beside those of Python -----------------------------------------------------------------
@@ -409,7 +409,7 @@ def test_a_glob_gives_what_globs_of_python_give_but_for_hidden_files(
     written = unquote(spec.source[0].removeprefix(prefix))
 
     try:
-        found = [file.path for file in sources.find_files(spec)[1]]
+        found = [file.path for file in local_files.find_files(spec)[1]]
     except LoadError as error:
         assert re.search("matches no file|holds no csv files", str(error))
         found = []
@@ -435,7 +435,7 @@ def files_of_glob(pattern: str) -> list[str]:
 def test_an_unchanged_file_passes(tmp_path: Path) -> None:
     touch(tmp_path / "a.parquet")
 
-    sources.check_unchanged(pinned(tmp_path / "a.parquet"))
+    local_files.check_unchanged(pinned(tmp_path / "a.parquet"))
 
 
 def test_another_size_is_a_change_with_both_named(tmp_path: Path) -> None:
@@ -447,7 +447,7 @@ def test_another_size_is_a_change_with_both_named(tmp_path: Path) -> None:
     os.utime(path, ns=(0, file.mtime_ns))
 
     with pytest.raises(LoadError, match=r"it had 10 bytes .* now 12 bytes") as caught:
-        sources.check_unchanged(file)
+        local_files.check_unchanged(file)
     assert str(path) in str(caught.value)
 
 
@@ -459,7 +459,7 @@ def test_another_mtime_is_a_change(tmp_path: Path) -> None:
     os.utime(path, ns=(0, file.mtime_ns + 1))
 
     with pytest.raises(LoadError, match=f"now 1 bytes and {file.mtime_ns + 1} ns"):
-        sources.check_unchanged(file)
+        local_files.check_unchanged(file)
 
 
 def test_a_removed_file_is_named(tmp_path: Path) -> None:
@@ -470,5 +470,5 @@ def test_a_removed_file_is_named(tmp_path: Path) -> None:
     path.unlink()
 
     with pytest.raises(LoadError, match="No such file") as caught:
-        sources.check_unchanged(file)
+        local_files.check_unchanged(file)
     assert str(path) in str(caught.value)

@@ -16,19 +16,18 @@ from hypothesis import strategies as st
 from cache_protocol.errors import LoadError
 from cache_server.shards.packing import logical_schema
 from cache_server.source.pinned import SourceFile, Split
-from cache_server.sql import loader
-from cache_server.tables import files as sources
 from cache_server.tables import parquet
+from cache_server.tables.footers import read_footers
 from tests.table_files import ALL, find, pinned, read, table_of, table_spec
 
 
 def parquet_schema(
     files: Sequence[SourceFile], missing: str = "refuse"
 ) -> tuple[pa.Schema, tuple[pq.FileMetaData, ...]]:
-    footers = sources.read_footers(files, table_spec("/"))
+    found = read_footers(files, table_spec("/"))
     return (
-        parquet.common_schema(files, parquet.schemas_of(footers), missing=missing, widen=False),
-        footers,
+        parquet.common_schema(files, parquet.schemas_of(found), missing=missing, widen=False),
+        found,
     )
 
 
@@ -328,25 +327,6 @@ def test_the_strings_of_a_column_with_a_dot_in_its_name_count(tmp_path: Path) ->
     (split,) = plan_parquet(tmp_path / "a.parquet", 10**9)[1]
 
     assert split.estimated_bytes == 2 * 100 * (1000 + 4)
-
-
-# -- rows made up from footers ---------------------------------------------------------------------
-
-
-def test_a_sample_makes_up_the_columns_that_are_read_and_no_others(tmp_path: Path) -> None:
-    pq.write_table(table_of(500), tmp_path / "a.parquet", row_group_size=100)
-    _, pin = sources.pin(table_spec(tmp_path))
-    assert pin.sample is not None
-
-    some, every = pin.sample(1000, ("row",)), pin.sample(1000)
-
-    assert (some.num_rows, some.schema.names) == (1000, ["row", "half", "text"])
-    assert [column.null_count for column in some.columns] == [0, 1000, 1000]
-    assert [column.null_count for column in every.columns] == [0, 0, 0]
-    assert set(some["row"].to_pylist()) <= set(range(500))
-    assert loader.count_kept("SELECT row FROM source WHERE row < 250", "source", some) in range(
-        450, 550
-    )
 
 
 # -- what is held of a file at once ----------------------------------------------------------------

@@ -10,6 +10,7 @@ from cache_protocol.datasets.dataset_spec import DatasetSpec
 from cache_server.plan.pinned_version import plan_version
 from cache_server.shards.packing import logical_schema
 from cache_server.tables import files as sources
+from cache_server.tables import local_files
 from tests.table_files import read, table_spec, touch
 
 
@@ -93,7 +94,7 @@ def test_a_source_that_is_a_file_has_no_columns_of_the_directories_above(tmp_pat
     file = root / "day=1" / "land=de" / "x.parquet"
 
     for source in (file, file.as_uri(), tmp_path / "year=2024/day=1/land=de" / "[x].parquet"):
-        assert sources.find_files(table_spec(source))[2] == ("x.parquet",)
+        assert local_files.find_files(table_spec(source))[2] == ("x.parquet",)
         assert sources.pin(table_spec(source))[1].schema.names == ["n"]
 
 
@@ -116,5 +117,5 @@ def test_patterns_to_ignore_are_over_paths_below_the_source(tmp_path: Path) -> N
     touch(tmp_path / "old" / "new" / "old" / "b.parquet")
 
     for source in (tmp_path / "old" / "new", f"file://{tmp_path}/old//new"):
-        _, files, relative = sources.find_files(table_spec(source, ignore=["old/*"]))
+        _, files, relative = local_files.find_files(table_spec(source, ignore=["old/*"]))
         assert ([file.path for file in files], relative) == ([kept], ("a.parquet",))

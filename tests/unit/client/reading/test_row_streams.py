@@ -122,7 +122,7 @@ def test_a_broken_stream_is_closed_and_the_next_window_opens_another() -> None:
 
 def test_a_node_that_refuses_streams_is_asked_for_none_again() -> None:
     node = Node()
-    node.error = RequestError("of an older release")
+    node.error = RequestError("not here")
     node.read(rows(0, 5))
     assert node.read(rows(5, 10)) is None
     node.error = None

@@ -28,14 +28,12 @@ class PuttingNode:
 
     def __init__(self, coordinator: Coordinator, node_id: str, limit_bytes: int = 0) -> None:
         self.coordinator, self.id, self.limit_bytes = coordinator, node_id, limit_bytes
-        self.takes_digests = True
         self.puts: dict[str, int] = {}  # name -> number of shards
         self.moved: dict[str, dict[int, str]] = {}  # fingerprint -> shard -> checksum
         self.starts: dict[tuple[str, int], int] = {}  # (fingerprint, shard) -> first row
 
     def beat(self) -> pb.HeartbeatResponse:
         request = pb.HeartbeatRequest(
-            takes_digests=self.takes_digests,
             node=pb.Node(
                 id=self.id,
                 flight_location=f"grpc://{self.id}:1",
@@ -242,7 +240,7 @@ def test_a_write_ends_when_it_is_idle_for_too_long_and_there_are_not_too_many(
         begin(coordinator, f"team-{number}/{NAME}")
     with pytest.raises(RequestError, match=f"a cache has at most {writes.MAX_OPEN}"):
         begin(coordinator, f"team/{NAME}")
-    assert not any(write.schema for write in node.beat().writes)
+    assert all(write.schema_digest for write in node.beat().writes if not write.committed)
     with pytest.raises(RequestError, match="no source and no query"):
         request = pb.BeginWriteRequest(spec=pb.DatasetSpec(name=NAME, sql="SELECT 1"))
         coordinator.begin_write(request, SCHEMA)
@@ -376,16 +374,3 @@ def test_schemas_of_open_writes_are_bounded_by_principal_namespace_and_cache(
     assert hashlib.sha256(schema).hexdigest() == one.schema_digest
     with pytest.raises(RequestError, match="no open write"):
         coordinator.write_schema("0" * 32)
-
-
-def test_a_node_of_an_earlier_release_gets_the_schemas_in_answers(
-    coordinator: Coordinator,
-) -> None:
-    node = PuttingNode(coordinator, "a")
-    node.takes_digests = False
-    node.beat()
-    begin(coordinator)
-
-    (write,) = node.beat().writes
-
-    assert pa.ipc.read_schema(pa.py_buffer(write.schema)).names == SCHEMA.names

@@ -1,4 +1,4 @@
-"""Finds the files of a listing that belong to a lake table, by file names. Pure.
+"""Which files of a listing hold rows, by their names. Pure.
 
 The log of a Delta table and the metadata of an Iceberg table say which files hold rows now. Read as
 plain files, the others would bring back removed or replaced rows.
@@ -7,7 +7,7 @@ plain files, the others would bring back removed or replaced rows.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from cache_protocol.errors import RequestError
 
@@ -17,6 +17,9 @@ ICEBERG_METADATA = "metadata"
 OWN_DIRECTORIES = {"delta": DELTA_LOG, "iceberg": ICEBERG_METADATA}
 _DATA = "data"  # the default directory of an Iceberg table's files
 _METADATA_FILE = re.compile(r"(v\d+|\d+-[^/]+)(\.gz)?\.metadata\.json(\.gz)?")
+# Of a folder that Hugging Face's ``save_to_disk`` wrote.
+_OF_SAVED = frozenset({"state.json", "dataset_info.json"})
+_SAVED_DATA = re.compile(r"data-\d{5}-of-\d{5}\.arrow")
 _REMEDIES = {
     "delta": ("a Delta table: say format: delta", " with that as the source"),
     "iceberg": (
@@ -24,6 +27,14 @@ _REMEDIES = {
         " with its metadata file, or its name in a catalogue, as the source",
     ),
 }
+
+
+def is_hidden(name: str) -> bool:
+    """Whether a file or folder is left out of a table, as Spark leaves it out.
+
+    ``.name`` and ``_name`` are, such as ``_SUCCESS``. ``_hour=5`` is a key of a partition.
+    """
+    return name.startswith(".") or (name.startswith("_") and "=" not in name)
 
 
 def directories_of(path: str) -> Iterator[str]:
@@ -100,3 +111,29 @@ def refusal(source: str, below: str, root: str, format: str) -> RequestError:
     is_inside = f"{below.rstrip('/')}/".startswith(f"{root}/")
     way_out = "" if is_inside else ", or leave its files out by ignore"
     return RequestError(f"source {source!r} reads files of {root}, which is {what}{how}{way_out}")
+
+
+def without_metadata(relative: Sequence[str]) -> list[str]:
+    """The files of a folder without the JSON files that describe a saved dataset.
+
+    Args:
+        relative: paths below the folder.
+    """
+    saved = {_folder(path) for path in relative if _SAVED_DATA.fullmatch(_name(path))}
+    return [path for path in relative if _name(path) not in _OF_SAVED or _folder(path) not in saved]
+
+
+def parts_of_dict(relative: Sequence[str]) -> list[str]:
+    """The folders of a saved ``DatasetDict``; empty for other folders."""
+    data = [path for path in relative if path.endswith(".arrow")]
+    folders = sorted({_folder(path) for path in data})
+    is_saved = all(_SAVED_DATA.fullmatch(_name(path)) for path in data)
+    return folders if is_saved and len(folders) > 1 else []
+
+
+def _folder(path: str) -> str:
+    return path.rpartition("/")[0]
+
+
+def _name(path: str) -> str:
+    return path.rpartition("/")[2]
