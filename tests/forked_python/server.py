@@ -79,6 +79,7 @@ def main() -> None:
                 _import(program[2].get("FORKED_PYTHON_IMPORTS", "").split())
                 pid = os.fork()
                 if pid == 0:
+                    signal.set_wakeup_fd(-1)  # before its socket closes
                     for of_server in (listener, client, woken, wake, *clients.values()):
                         of_server.close()
                     selector.close()
@@ -93,6 +94,7 @@ def main() -> None:
                     selector.register(client, selectors.EVENT_READ)
                 with contextlib.suppress(OSError):
                     send_number(client, pid)
+        signal.set_wakeup_fd(-1)  # its socket closes with this function
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -131,7 +133,6 @@ def _take(fds: list[int], numbers: list[int]) -> None:
 
 def _become(arguments: list[str], cwd: str, environ: dict[str, str]) -> None:
     """Runs the program in this process, and ends it as the interpreter does."""
-    signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if environ.get("HF_ENDPOINT") != os.environ.get("HF_ENDPOINT"):
