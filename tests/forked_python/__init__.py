@@ -13,6 +13,7 @@ Variables in the environment of a fork:
 - ``FORKED_PYTHON`` becomes its ``sys.executable``, see `executable`.
 - ``FORKED_PYTHON_IMPORTS``: modules that the server imports before, for this fork and later ones.
   They must not read the environment when they are imported, as ``kubernetes`` does.
+- ``MALLOC_ARENA_MAX`` and ``ARROW_DEFAULT_MEMORY_POOL=system`` are followed, too.
 - ``FORKED_PYTHON_FINALIZES``: the interpreter ends, which takes 0.3 s.
 """
 
@@ -126,16 +127,18 @@ def environ() -> dict[str, str]:
 
 
 def serve_forks(folder: str) -> None:
-    """Lets nodes that are forks fork the process that reads their footers.
+    """Lets nodes that are forks fork the processes that read their footers and run their SQL.
 
     Args:
         folder: of the server, in which this is called.
     """
+    from cache_server.sql import sql_process
     from cache_server.tables import footers
 
     global _server_folder
     _server_folder = cache(lambda: folder)
-    vars(footers)["Popen"] = Popen
+    for starter in (footers, sql_process):
+        vars(starter)["Popen"] = Popen
 
 
 @cache

@@ -29,6 +29,7 @@ from tests.forked_python.messages import receive, send_number
 from tests.rank_ends import sitecustomize  # noqa: F401  # runs at the end of a rank, after all others
 
 _ASIDE = 512  # the first number above those that a program knows
+_M_ARENA_MAX = -8  # of malloc.h
 LIBRARIES = [
     "cache_client.__main__",
     "cache_server.__main__",
@@ -144,6 +145,7 @@ def _become(arguments: list[str], cwd: str, environ: dict[str, str]) -> None:
     multiprocessing.set_executable(sys.executable)
     if environ.get("PYTHONUNBUFFERED"):
         _unbuffer()
+    _allocate_as(environ)
     sys.path[:0] = [path for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     code = 0
     try:
@@ -170,16 +172,27 @@ def _become(arguments: list[str], cwd: str, environ: dict[str, str]) -> None:
     os._exit(code)
 
 
+def _allocate_as(environ: dict[str, str]) -> None:
+    """Follows variables that are read when a program starts, and decide its address space."""
+    if arenas := environ.get("MALLOC_ARENA_MAX"):
+        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, int(arenas))
+    if environ.get("ARROW_DEFAULT_MEMORY_POOL") == "system":
+        pyarrow = importlib.import_module("pyarrow")
+        pyarrow.set_memory_pool(pyarrow.system_memory_pool())
+
+
 def _forget(package: str) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == package]:
         del sys.modules[name]
 
 
 def _run(arguments: list[str]) -> None:
+    options = set()
     while arguments[0].startswith("-") and arguments[0] not in ("-m", "-c"):
-        if arguments[0] == "-u":
-            _unbuffer()
+        options.add(arguments[0])
         arguments = arguments[1:]
+    if "-u" in options:
+        _unbuffer()
     first, *rest = arguments
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     if first == "-m":
@@ -195,7 +208,8 @@ def _run(arguments: list[str]) -> None:
         exec(compile(rest[0], "<string>", "exec"), main.__dict__)
     else:
         sys.argv = [first, *rest]
-        sys.path.insert(0, str(Path(first).resolve().parent))
+        if "-P" not in options:
+            sys.path.insert(0, str(Path(first).resolve().parent))
         runpy.run_path(first, run_name="__main__")
 
 
