@@ -1,6 +1,8 @@
 """The server: imports the libraries once, then forks for each request.
 
-A fork whose request says so is killed when the client's connection closes.
+It is two processes: the programs of nodes are forks of the one without torch, whose memory takes a
+third of the time to copy. A fork whose request says so is killed when the client's connection
+closes.
 """
 
 from __future__ import annotations
@@ -37,19 +39,34 @@ LIBRARIES = [
     "cache_server.sql.loader",
     "deltalake",
     "pyiceberg.catalog.sql",
-    "torch",
-    "torch.distributed.run",
 ]
+TORCH = ["torch", "torch.distributed.run"]
 
 
 def main() -> None:
-    """Serves on the listening socket whose number is the argument, until standard input ends."""
-    listener = socket.socket(fileno=int(sys.argv[1]))
-    folder = Path(listener.getsockname()).parent
+    """Serves on listening sockets until standard input ends: of nodes, of all other programs.
+
+    The arguments are their numbers.
+    """
+    nodes, others = (socket.socket(fileno=int(number)) for number in sys.argv[1:])
+    folder = Path(nodes.getsockname()).parent
     sys.path.pop(0)  # this project's folder: a program looks for its modules elsewhere
     _import(LIBRARIES)
     with contextlib.suppress(ImportError):  # without the libraries of nodes there are none
         forked_python.serve_forks(str(folder))
+    if (with_torch := os.fork()) == 0:
+        nodes.close()
+        _serve(others, TORCH)
+        os._exit(0)
+    others.close()
+    _serve(nodes, [])
+    with contextlib.suppress(ChildProcessError):  # it ended before
+        os.waitpid(with_torch, 0)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _serve(listener: socket.socket, libraries: list[str]) -> None:
+    """Forks for each request; imports the libraries at the first one."""
     clients: dict[int, socket.socket] = {}  # by process id
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the tests as well
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
@@ -77,7 +94,7 @@ def main() -> None:
                 except (EOFError, OSError):  # it was killed
                     client.close()
                     continue
-                _import(program[2].get("FORKED_PYTHON_IMPORTS", "").split())
+                _import([*libraries, *program[2].get("FORKED_PYTHON_IMPORTS", "").split()])
                 pid = os.fork()
                 if pid == 0:
                     signal.set_wakeup_fd(-1)  # before its socket closes
@@ -96,7 +113,6 @@ def main() -> None:
                 with contextlib.suppress(OSError):
                     send_number(client, pid)
         signal.set_wakeup_fd(-1)  # its socket closes with this function
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _import(names: list[str]) -> None:
@@ -114,7 +130,8 @@ def _tell_of_ended(clients: dict[int, socket.socket], selector: selectors.BaseSe
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid == 0:
             break
-        client = clients.pop(pid)
+        if (client := clients.pop(pid, None)) is None:
+            continue
         with contextlib.suppress(KeyError):  # the client has gone
             selector.unregister(client)
         with contextlib.suppress(OSError):
