@@ -24,6 +24,7 @@ import socket
 import sys
 import threading
 import types
+import weakref
 from pathlib import Path
 
 from tests import forked_python
@@ -121,6 +122,8 @@ def _import(names: list[str]) -> None:
         with contextlib.suppress(ImportError):  # the program says so, where it needs it
             importlib.import_module(name)
     if missing:
+        for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+            finalizer.atexit = False  # of a module: it stays, and torch has thousands
         gc.collect()
         gc.freeze()  # otherwise the first collection in a fork copies every page
 
