@@ -8,6 +8,7 @@ import multiprocessing.spawn
 import signal
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -33,10 +34,12 @@ hypothesis.settings.load_profile("tests")
 def pytest_configure() -> None:
     """Where the tests run in the background of a script, SIGINT is ignored, and by children too."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    gc.disable()  # a fifth of the time in which tests are collected
 
 
 def pytest_collection_finish() -> None:
     """What is imported by now stays: no collection looks through it, no fork copies it."""
+    gc.enable()
     gc.collect()
     gc.freeze()
 
@@ -67,12 +70,19 @@ def forked_workers() -> Iterator[None]:
     multiprocessing.set_executable(executed)
 
 
-@pytest.fixture
-def executed_nodes() -> Iterator[None]:
-    """The nodes of a test are started as a user's are."""
+@contextmanager
+def nodes_executed() -> Iterator[None]:
+    """Nodes that are started here are started as a user's are, and start processes as those do."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LocalNode, "_spawn", _execute_node)
         patch.setattr(forked_python, "Popen", subprocess.Popen)
+        yield
+
+
+@pytest.fixture
+def executed_nodes() -> Iterator[None]:
+    """`nodes_executed` in a test."""
+    with nodes_executed():
         yield
 
 

@@ -13,6 +13,7 @@ Variables in the environment of a fork:
 - ``FORKED_PYTHON`` becomes its ``sys.executable``, see `executable`.
 - ``FORKED_PYTHON_IMPORTS``: modules that the server imports before, for this fork and later ones.
   They must not read the environment when they are imported, as ``kubernetes`` does.
+- ``MALLOC_ARENA_MAX`` and ``ARROW_DEFAULT_MEMORY_POOL=system`` are followed, too.
 - ``FORKED_PYTHON_FINALIZES``: the interpreter ends, which takes 0.3 s.
 """
 
@@ -51,9 +52,10 @@ class Popen(subprocess.Popen[Any]):
         assert args[0] == sys.executable, args
         given = (p2cread, c2pwrite, errwrite)
         self._server = socket.socket(socket.AF_UNIX)
-        self._server.connect(f"{_server_folder()}/socket")
+        arguments = [os.fspath(argument) for argument in args[1:]]
+        self._server.connect(f"{_server_folder()}/{_socket_for(arguments)}")
         request = [
-            [os.fspath(argument) for argument in args[1:]],
+            arguments,
             os.fspath(cwd or Path.cwd()),
             dict(os.environ if env is None else env),
             [0, 1, 2],
@@ -125,17 +127,24 @@ def environ() -> dict[str, str]:
     return {**os.environ, "FORKED_PYTHON": executable()}
 
 
+def _socket_for(arguments: list[str]) -> str:
+    program = next(argument for argument in arguments if not argument.startswith("-"))
+    return "nodes" if "cache_server" in program.split(os.sep) else "socket"
+
+
 def serve_forks(folder: str) -> None:
-    """Lets nodes that are forks fork the process that reads their footers.
+    """Lets nodes that are forks fork the processes that read their footers and run their SQL.
 
     Args:
         folder: of the server, in which this is called.
     """
+    from cache_server.sql import sql_process
     from cache_server.tables import footers
 
     global _server_folder
     _server_folder = cache(lambda: folder)
-    vars(footers)["Popen"] = Popen
+    for starter in (footers, sql_process):
+        vars(starter)["Popen"] = Popen
 
 
 @cache
@@ -147,15 +156,18 @@ def _server_folder() -> str:
     for name in ("python", "torchrun", "cachectl", "cache-server"):
         (folder / "bin" / name).write_text(f"#!{sys.executable} -IS\n{source}", encoding="utf-8")
         (folder / "bin" / name).chmod(0o755)
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(str(folder / "socket"))
-    listener.listen(64)
+    listeners = [socket.socket(socket.AF_UNIX) for _ in range(2)]
+    for listener, name in zip(listeners, ("nodes", "socket"), strict=True):
+        listener.bind(str(folder / name))
+        listener.listen(64)
+    numbers = [listener.fileno() for listener in listeners]
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.forked_python.server", str(listener.fileno())],
-        cwd=_ROOT, stdin=subprocess.PIPE, pass_fds=[listener.fileno()],
+        [sys.executable, "-m", "tests.forked_python.server", *map(str, numbers)],
+        cwd=_ROOT, stdin=subprocess.PIPE, pass_fds=numbers,
         env={**os.environ, "OMP_NUM_THREADS": "1", "MIMALLOC_PURGE_DELAY": "1000"},
     )  # fmt: skip
-    listener.close()
+    for listener in listeners:
+        listener.close()
 
     parent = os.getpid()
 

@@ -1,6 +1,8 @@
 """The server: imports the libraries once, then forks for each request.
 
-A fork whose request says so is killed when the client's connection closes.
+It is two processes: the programs of nodes are forks of the one without torch, whose memory takes a
+third of the time to copy. A fork whose request says so is killed when the client's connection
+closes.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import socket
 import sys
 import threading
 import types
+import weakref
 from pathlib import Path
 
 from tests import forked_python
@@ -29,6 +32,7 @@ from tests.forked_python.messages import receive, send_number
 from tests.rank_ends import sitecustomize  # noqa: F401  # runs at the end of a rank, after all others
 
 _ASIDE = 512  # the first number above those that a program knows
+_M_ARENA_MAX = -8  # of malloc.h
 LIBRARIES = [
     "cache_client.__main__",
     "cache_server.__main__",
@@ -36,19 +40,34 @@ LIBRARIES = [
     "cache_server.sql.loader",
     "deltalake",
     "pyiceberg.catalog.sql",
-    "torch",
-    "torch.distributed.run",
 ]
+TORCH = ["torch", "torch.distributed.run"]
 
 
 def main() -> None:
-    """Serves on the listening socket whose number is the argument, until standard input ends."""
-    listener = socket.socket(fileno=int(sys.argv[1]))
-    folder = Path(listener.getsockname()).parent
+    """Serves on listening sockets until standard input ends: of nodes, of all other programs.
+
+    The arguments are their numbers.
+    """
+    nodes, others = (socket.socket(fileno=int(number)) for number in sys.argv[1:])
+    folder = Path(nodes.getsockname()).parent
     sys.path.pop(0)  # this project's folder: a program looks for its modules elsewhere
     _import(LIBRARIES)
     with contextlib.suppress(ImportError):  # without the libraries of nodes there are none
         forked_python.serve_forks(str(folder))
+    if (with_torch := os.fork()) == 0:
+        nodes.close()
+        _serve(others, TORCH)
+        os._exit(0)
+    others.close()
+    _serve(nodes, [])
+    with contextlib.suppress(ChildProcessError):  # it ended before
+        os.waitpid(with_torch, 0)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _serve(listener: socket.socket, libraries: list[str]) -> None:
+    """Forks for each request; imports the libraries at the first one."""
     clients: dict[int, socket.socket] = {}  # by process id
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the tests as well
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
@@ -76,9 +95,10 @@ def main() -> None:
                 except (EOFError, OSError):  # it was killed
                     client.close()
                     continue
-                _import(program[2].get("FORKED_PYTHON_IMPORTS", "").split())
+                _import([*libraries, *program[2].get("FORKED_PYTHON_IMPORTS", "").split()])
                 pid = os.fork()
                 if pid == 0:
+                    signal.set_wakeup_fd(-1)  # before its socket closes
                     for of_server in (listener, client, woken, wake, *clients.values()):
                         of_server.close()
                     selector.close()
@@ -93,7 +113,7 @@ def main() -> None:
                     selector.register(client, selectors.EVENT_READ)
                 with contextlib.suppress(OSError):
                     send_number(client, pid)
-    shutil.rmtree(folder, ignore_errors=True)
+        signal.set_wakeup_fd(-1)  # its socket closes with this function
 
 
 def _import(names: list[str]) -> None:
@@ -102,6 +122,8 @@ def _import(names: list[str]) -> None:
         with contextlib.suppress(ImportError):  # the program says so, where it needs it
             importlib.import_module(name)
     if missing:
+        for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+            finalizer.atexit = False  # of a module: it stays, and torch has thousands
         gc.collect()
         gc.freeze()  # otherwise the first collection in a fork copies every page
 
@@ -111,7 +133,8 @@ def _tell_of_ended(clients: dict[int, socket.socket], selector: selectors.BaseSe
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid == 0:
             break
-        client = clients.pop(pid)
+        if (client := clients.pop(pid, None)) is None:
+            continue
         with contextlib.suppress(KeyError):  # the client has gone
             selector.unregister(client)
         with contextlib.suppress(OSError):
@@ -131,7 +154,6 @@ def _take(fds: list[int], numbers: list[int]) -> None:
 
 def _become(arguments: list[str], cwd: str, environ: dict[str, str]) -> None:
     """Runs the program in this process, and ends it as the interpreter does."""
-    signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if environ.get("HF_ENDPOINT") != os.environ.get("HF_ENDPOINT"):
@@ -143,6 +165,7 @@ def _become(arguments: list[str], cwd: str, environ: dict[str, str]) -> None:
     multiprocessing.set_executable(sys.executable)
     if environ.get("PYTHONUNBUFFERED"):
         _unbuffer()
+    _allocate_as(environ)
     sys.path[:0] = [path for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     code = 0
     try:
@@ -169,16 +192,27 @@ def _become(arguments: list[str], cwd: str, environ: dict[str, str]) -> None:
     os._exit(code)
 
 
+def _allocate_as(environ: dict[str, str]) -> None:
+    """Follows variables that are read when a program starts, and decide its address space."""
+    if arenas := environ.get("MALLOC_ARENA_MAX"):
+        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, int(arenas))
+    if environ.get("ARROW_DEFAULT_MEMORY_POOL") == "system":
+        pyarrow = importlib.import_module("pyarrow")
+        pyarrow.set_memory_pool(pyarrow.system_memory_pool())
+
+
 def _forget(package: str) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == package]:
         del sys.modules[name]
 
 
 def _run(arguments: list[str]) -> None:
+    options = set()
     while arguments[0].startswith("-") and arguments[0] not in ("-m", "-c"):
-        if arguments[0] == "-u":
-            _unbuffer()
+        options.add(arguments[0])
         arguments = arguments[1:]
+    if "-u" in options:
+        _unbuffer()
     first, *rest = arguments
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     if first == "-m":
@@ -194,7 +228,8 @@ def _run(arguments: list[str]) -> None:
         exec(compile(rest[0], "<string>", "exec"), main.__dict__)
     else:
         sys.argv = [first, *rest]
-        sys.path.insert(0, str(Path(first).resolve().parent))
+        if "-P" not in options:
+            sys.path.insert(0, str(Path(first).resolve().parent))
         runpy.run_path(first, run_name="__main__")
 
 

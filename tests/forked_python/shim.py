@@ -28,7 +28,8 @@ def main() -> None:
     environ = {**os.environ, "FORKED_PYTHON": os.path.join(folder, "python")}
     message = json.dumps([arguments, os.getcwd(), environ, numbers, False, True]).encode()
     server = _socket.socket(_socket.AF_UNIX)
-    server.connect(os.path.join(os.path.dirname(folder), "socket"))
+    listener = "nodes" if name == "cache-server" else "socket"
+    server.connect(os.path.join(os.path.dirname(folder), listener))
     fds = [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, array.array("i", numbers))]
     server.sendmsg([len(message).to_bytes(8, "big")], fds)
     while message:

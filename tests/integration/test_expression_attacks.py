@@ -21,6 +21,7 @@ from cache_client import CacheClient, Connection, DatasetSpec, LoadError, Reques
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.local import LocalNode
 from cache_server.node import row_values
+from tests.conftest import nodes_executed
 from tests.waiting import wait_until
 
 ROWS, WAIT_S = 400, 60.0
@@ -99,7 +100,8 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cache]:
     arguments += ["--load-threads", "2", "--heartbeat-interval-s", "0.1"]
     node = LocalNode(directory / "node", arguments, "the-token-of-node")
     try:
-        node.start()
+        with nodes_executed():  # whose children are seen
+            node.start()
         cache = Cache(node)
         for team in ("evil", "good"):
             cache.client(team).load(DatasetSpec("t", str(source)))

@@ -175,7 +175,8 @@ def test_no_node_counts_as_silent_while_reports_wait_to_be_taken(
 ) -> None:
     membership = coordinator.state.membership
     with RemoteCoordinator(f"127.0.0.1:{control.port}") as link:
-        link.heartbeat(beat)
+        link.heartbeat(beat)  # its answer may come before it counts as taken
+        wait_until(lambda: membership.waiting_since() == math.inf, WAIT_S, "it was taken")
         before = time.monotonic()
         with ThreadPoolExecutor(1) as pool:
             with coordinator.state.changed:  # as while it places shards

@@ -306,10 +306,21 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Harness]:
 
 
 class SlowPut:
-    """A put of 1,500 rows that were announced; they come when the test says so."""
+    """A put of 1,500 rows that were announced; they come when the test says so.
 
-    def __init__(self, harness: Harness, attempt: int, by: Principal) -> None:
+    Args:
+        together: the first 860 rows come as those of the other puts do.
+    """
+
+    def __init__(
+        self,
+        harness: Harness,
+        attempt: int,
+        by: Principal,
+        together: threading.Barrier | None = None,
+    ) -> None:
         self.may_go_on, self.failure = threading.Event(), ""
+        self._together = together or threading.Barrier(1)
         self._thread = threading.Thread(target=self._put, args=(harness, attempt, by), daemon=True)
         before = harness.store.free_bytes()
         self._thread.start()
@@ -319,7 +330,10 @@ class SlowPut:
         def messages() -> Iterator[PutMessage]:
             yield from rows(10, announce={0: 1500})
             self.may_go_on.wait(WAIT_S)
-            yield from rows(*[10] * 149)
+            for _ in range(85):
+                self._together.wait(WAIT_S)
+                yield from rows(10)
+            yield from rows(*[10] * 64)
             yield from end(1500)
 
         request = pb.PutRequest(dataset="t", write_id=WRITE, partition=3, attempt=attempt)
@@ -350,7 +364,8 @@ def test_an_idle_put_holds_room_only_for_the_rows_that_came(small: Harness) -> N
 
 
 def test_of_two_puts_that_do_not_fit_together_one_gives_way_at_once(small: Harness) -> None:
-    puts = [SlowPut(small, attempt, Principal("bob")) for attempt in range(2)]
+    together = threading.Barrier(2)  # neither ends before the other is stuck
+    puts = [SlowPut(small, attempt, Principal("bob"), together) for attempt in range(2)]
 
     for put in puts:
         put.may_go_on.set()

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from cache_runtimes import MANIFESTS
-from tests.kustomize import build, customised
+from tests.kustomize import QUICK, build, customised
 from tests.manifests import (
     CACHE_COMMAND,
     container_named,
@@ -38,7 +38,7 @@ def helm(*values: str) -> dict[str, Json]:
     command = [str(HELM), "template", "data-cache", str(MANIFESTS / "chart")]
     for value in values:
         command += ["--set-json", value]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=QUICK)
     assert done.returncode == 0, done.stderr
     built = [thing for thing in yaml.load_all(done.stdout, yaml.CSafeLoader) if thing]
     found = {f"{thing['kind']}/{thing['metadata']['name']}": thing for thing in built}

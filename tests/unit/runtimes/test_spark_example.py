@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 
 import pytest
-from kubeflow_spark_api.models.spark_v1beta2_spark_application import SparkV1beta2SparkApplication
 
 from cache_runtimes import MANIFESTS
 from cache_runtimes.local.render import render_objects
@@ -28,8 +27,11 @@ def spark_of(built: dict[str, Json]) -> Json:
 
 
 def test_the_objects_are_valid(built: dict[str, Json]) -> None:
+    # A second to import, which only this test needs.
+    from kubeflow_spark_api.models import spark_v1beta2_spark_application
+
     application = built.pop("SparkApplication/lineitem")
-    model = SparkV1beta2SparkApplication.from_dict(application)
+    model = spark_v1beta2_spark_application.SparkV1beta2SparkApplication.from_dict(application)
     assert model is not None
     assert list(lost_fields(application, model.to_dict(), "$")) == []
     for thing in built.values():
