@@ -220,7 +220,7 @@ class JobInfo:
     namespace: str
     num_ranks: int
     ranks_disagree: bool
-    end: Literal["", finished, stopped, failed]
+    end: Literal["", "finished", "stopped", "failed"]
 
 
 _PARTS = {"ranks": RankInfo, "nodes": NodeShare, "history": JobSample, "audits": AuditEntry}
