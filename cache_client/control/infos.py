@@ -200,6 +200,8 @@ class JobInfo:
         history: of the last hour, the oldest first.
         audits: if asked for.
         namespace: of the readers.
+        view: what the last reader that reported reads other than each row once, as JSON;
+            ``view_digest`` is of it. Empty: nothing else.
     """
 
     name: str
@@ -221,6 +223,8 @@ class JobInfo:
     audits: tuple[AuditEntry, ...]
     namespace: str
     num_ranks: int
+    view: str = ""
+    view_digest: str = ""
 
 
 _PARTS = {"ranks": RankInfo, "nodes": NodeShare, "history": JobSample, "audits": AuditEntry}

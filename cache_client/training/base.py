@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing
 from dataclasses import replace
+from functools import cache, partial
 from multiprocessing.context import get_spawning_popen
 from typing import Any, Self
 
@@ -42,6 +43,7 @@ from cache_client.training.opened import Opened
 from cache_client.training.skipped_steps import skipped_runs, with_state
 from cache_client.training.windows import pass_batches
 from cache_client.view_options.options import View
+from cache_client.views.due import due_of
 from cache_client.views.view import SlotView
 from cache_protocol.errors import (
     CacheError,
@@ -294,7 +296,7 @@ class RankBatches(IterableDataset[Any]):
             epoch=epoch,
             shuffle=self.shuffle,
             shuffle_block_size=self._config.shuffle.shuffle_block_size,
-            view=self.view.short,
+            view=self._opened.view_text,
             rows_consumed=rows_consumed,
             skipped=tuple((at, *run) for at, runs in sorted(self._skipped.items()) for run in runs),
         )
@@ -481,6 +483,9 @@ class RankBatches(IterableDataset[Any]):
         """Makes a pass begin there; returns it."""
         pass_.epoch, pass_.plan = start.epoch, self._plan(start.offset, start.epoch)
         skipped = self._skipped.get(start.epoch, ())
+        pass_.due_of = cache(
+            partial(due_of, self._slots, start.epoch, self._opened.shards.num_rows)
+        )
         if self._loading is not None:
             self._loading.tell(pass_)
         else:

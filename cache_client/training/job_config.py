@@ -22,7 +22,7 @@ from cache_client.job.arguments import (
 from cache_client.job.connection import Access, Connection, access_to
 from cache_client.job.parallel_groups import data_parallel_rank
 from cache_client.job.ranks import Rank, find_job, find_rank, is_of_one_process
-from cache_client.order.audit import AUDIT_MODES, AuditMode
+from cache_client.order.audit_record import AUDIT_MODES, AuditMode
 from cache_client.order.order import EpochOrder, StepPlan
 from cache_client.reading.window_sizes import MESSAGE_BYTES, WindowSizes
 from cache_client.view_options.options import View

@@ -19,6 +19,7 @@ from cache_client.job.arguments import BatchFormat, integer_or_problem
 from cache_client.order.order import EpochOrder
 from cache_client.order.permutation import checked_integer
 from cache_client.order.states import read_state
+from cache_client.order.view_text import view_text
 from cache_client.reading.joined_reader import JoinedSource
 from cache_client.reading.rows import Rows
 from cache_client.reading.source import Source
@@ -158,7 +159,9 @@ class CacheMixture(RankBatches):
             draw=draw,
             seed=operator.index(seed),
         )
-        super().__init__(config, _joined(datasets, config, self._planned, source_column))
+        self._told = {f"source {name}": _told(dataset) for name, dataset in datasets.items()}
+        text = self._text(self._planned)
+        super().__init__(config, _joined(datasets, config, self._planned, source_column, text))
 
     # -- properties ----------------------------------------------------------------------------
 
@@ -205,16 +208,20 @@ class CacheMixture(RankBatches):
 
     def state_dict(self, *, steps: int | None = None) -> dict[str, Any]:
         """As `CacheIterableDataset.state_dict`, with a few numbers for each change of weights."""
-        mixing = self._mixing
         return {
             **super().state_dict(steps=steps),
-            "mixture": MixtureState(
-                self._schedule,
-                self._steps,
-                mixing.stop if isinstance(mixing.stop, int) else None,
-                mixing.changes,
-            ).to_dict(),
+            "mixture": self._mixture_state(self._mixing).to_dict(),
         }
+
+    def _mixture_state(self, mixing: Mixing) -> MixtureState:
+        slots = mixing.stop if isinstance(mixing.stop, int) else None
+        return MixtureState(self._schedule, self._steps, slots, mixing.changes)
+
+    def _text(self, mixing: Mixing) -> str:
+        """What is read, for states and reports."""
+        changes = self._mixture_state(mixing).to_dict()["changes"]
+        how = {name: getattr(mixing, name) for name in ("draw", "seed", "stop")}
+        return view_text({**self._told, **how, "changes": changes})
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """As `CacheIterableDataset.load_state_dict`; other weights count from the position on.
@@ -238,7 +245,11 @@ class CacheMixture(RankBatches):
                 "iterator and loader before load_state_dict"
             )
         view = replace(self._mixture_view, mixing=mixing)
-        self._opened = replace(before, job_view=replace(before.job_view, view=view))
+        self._opened = replace(
+            before,
+            job_view=replace(before.job_view, view=view),
+            view_text=self._text(mixing),
+        )
         try:
             super().load_state_dict(rest)
         except BaseException:
@@ -282,6 +293,7 @@ def _joined(
     config: JobConfig,
     planned: Mixing,
     source_column: str | None,
+    text: str,
 ) -> Opened:
     """What the sources read, as one."""
     first = next(iter(datasets.values())).opened
@@ -309,7 +321,21 @@ def _joined(
         first.layout,
         config.window_sizes(source.shards, view.rows_per_slot),
         tuple(dict.fromkeys(n for each in datasets.values() for n in each.opened.nodes)),
+        text,
     )
+
+
+def _told(dataset: CacheIterableDataset) -> dict[str, Any]:
+    """What is read of a source, and in which order."""
+    how, version = dataset.config.shuffle, dataset.opened.shards
+    return {
+        "dataset": version.dataset,
+        "fingerprint": version.fingerprint,
+        "shuffle": how.shuffle,
+        "shuffle_block_size": how.shuffle_block_size,
+        "seed": how.seed,
+        "view": dataset.view.given(),
+    }
 
 
 @dataclass(frozen=True)

@@ -81,6 +81,7 @@ class Opened:
         layout: of the rows.
         sizes: of windows and messages.
         nodes: every node that holds rows.
+        view_text: what is read other than each row once, see `cache_client.order.view_text`.
         observer: watches the passes of a process; reports are of one version.
     """
 
@@ -91,6 +92,7 @@ class Opened:
     layout: Layout
     sizes: WindowSizes
     nodes: tuple[NodeRef, ...]
+    view_text: str
     observer: PerProcess[Observer] = field(default_factory=PerProcess, compare=False)
 
     @property
@@ -136,7 +138,8 @@ class Opened:
             fingerprint=self.fingerprint,
             rank=rank,
             world_size=config.rank.world_size,
-            view=config.view.short,
+            view=self.view_text,
+            shuffle=(config.shuffle.shuffle, config.shuffle.shuffle_block_size),
         )
         places = [node.location for node in nodes]
         first = rank % len(places) if places else 0
@@ -222,4 +225,5 @@ def _opened(config: JobConfig, source: Source, job_view: JobView) -> Opened:
         layout,
         config.window_sizes(shards, job_view.view.rows_per_slot),
         shards.nodes,
+        config.view.text,
     )

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from cache_client.job.argument_names import names_explained
 from cache_client.job.arguments import are_names, flag_problems, integer_problem
+from cache_client.order.view_text import view_text
 from cache_client.view_options.lookups import MAX_BUCKETS, Frequent, Join, Rule, Vocabulary
 from cache_client.views.packing import PACK_OUTPUTS, PackOutput
 from cache_client.views.splits import MOST_FOLDS, as_fraction, is_whole
@@ -26,7 +27,6 @@ from cache_protocol.errors import ConfigError
 _MAX_EPOCH_ROWS: Final = 2**31
 _MAX_LENGTH: Final = 2**31 - 1
 _MAX_TOKEN: Final = 2**63 - 1
-_MAX_SHORT: Final = 500
 _GIVE_ONE: Final = "give one of them"
 _ALL_ROWS: Final = "a group has all its rows"
 _NO_OTHER_COLUMN: Final = "a batch has no other column"
@@ -344,10 +344,9 @@ class View:
         return {name: value for name, (value, default) in values.items() if not _is(value, default)}
 
     @property
-    def short(self) -> str:
-        """The view for states and reports, whose size is bounded; "" for the plain read."""
-        text = repr(self) if self.given() else ""
-        return text if len(text) <= _MAX_SHORT else f"{text[:_MAX_SHORT]}..."
+    def text(self) -> str:
+        """The view for states and reports, as JSON of bounded size; "" for the plain read."""
+        return view_text(self.given())
 
     def problems_with(self, *, batch_format: object, stacks: bool) -> list[str]:
         """Why a job cannot read this view; each option is quoted.

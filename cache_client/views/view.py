@@ -271,9 +271,11 @@ class LoggedView:
 
     Args:
         log: as far as it is known.
+        has_row_ids: all groups are known, and rows have their row ids; else numbers by shard.
     """
 
     log: GroupLog
+    has_row_ids: bool = False
     num_bytes: int = 0
     orders_rows: bool = False
     epochs: Epochs = "same rows"
@@ -290,4 +292,5 @@ class LoggedView:
 
     def samples(self, slots: Int64Array, epoch: int) -> Samples:
         """The rows of slots of known groups."""
-        return Samples(self.log.numbers_by_shard(slots))
+        log = self.log
+        return Samples(log.row_ids(slots) if self.has_row_ids else log.numbers_by_shard(slots))

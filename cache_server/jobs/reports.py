@@ -15,6 +15,7 @@ MAX_REPORT_BYTES: Final = 16 * 1024
 MAX_NODES: Final = 64  # in a report
 _MAX_WORLD_SIZE: Final = 1_000_000
 _MAX_NAME: Final = 256
+_MAX_VIEW: Final = 4096
 _MAX_NUMBER: Final = 1e15
 _NAME: Final = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
 # In a heartbeat, which has 32 MiB. A report takes about 600 bytes.
@@ -33,6 +34,9 @@ def checked_report(report: pb.ReaderReport) -> pb.ReaderReport:
         raise RequestError(f"the report has a bad name of a job: {report.job[:64]!r}")
     for name in ("dataset", "run"):
         _check_name(name, getattr(report, name))
+    for name in ("view", "view_digest"):
+        if len(getattr(report, name)) > _MAX_VIEW:
+            raise RequestError(f"{name} of a report has at most {_MAX_VIEW} characters")
     if not report.rank < report.world_size <= _MAX_WORLD_SIZE:
         raise RequestError(f"the report is of rank {report.rank} of {report.world_size}")
     if len(report.nodes) > MAX_NODES:

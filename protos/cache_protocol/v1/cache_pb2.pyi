@@ -2073,6 +2073,8 @@ class ReaderReport(google.protobuf.message.Message):
     AUDIT_FIELD_NUMBER: builtins.int
     NAMESPACE_FIELD_NUMBER: builtins.int
     PRINCIPAL_FIELD_NUMBER: builtins.int
+    VIEW_FIELD_NUMBER: builtins.int
+    VIEW_DIGEST_FIELD_NUMBER: builtins.int
     job: builtins.str
     dataset: builtins.str
     fingerprint: builtins.str
@@ -2114,6 +2116,10 @@ class ReaderReport(google.protobuf.message.Message):
     namespace: builtins.str
     """Who sent it: the node that took the report sets both, whatever the reader wrote."""
     principal: builtins.str
+    view: builtins.str
+    """JSON: what is read other than each row once; empty: nothing else"""
+    view_digest: builtins.str
+    """of it; equal where two readers read the same"""
     @property
     def nodes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___NodeReads]:
         """those with most rows"""
@@ -2148,8 +2154,10 @@ class ReaderReport(google.protobuf.message.Message):
         audit: builtins.str = ...,
         namespace: builtins.str = ...,
         principal: builtins.str = ...,
+        view: builtins.str = ...,
+        view_digest: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["audit", b"audit", "batches", b"batches", "computed_s", b"computed_s", "dataset", b"dataset", "elapsed_s", b"elapsed_s", "epoch", b"epoch", "expires_s", b"expires_s", "failovers", b"failovers", "fetch_s", b"fetch_s", "fingerprint", b"fingerprint", "job", b"job", "local_bytes", b"local_bytes", "local_rows", b"local_rows", "namespace", b"namespace", "nodes", b"nodes", "num_steps", b"num_steps", "num_workers", b"num_workers", "principal", b"principal", "queue_depth", b"queue_depth", "rank", b"rank", "refetches", b"refetches", "rows", b"rows", "run", b"run", "step", b"step", "transform_s", b"transform_s", "waited_s", b"waited_s", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["audit", b"audit", "batches", b"batches", "computed_s", b"computed_s", "dataset", b"dataset", "elapsed_s", b"elapsed_s", "epoch", b"epoch", "expires_s", b"expires_s", "failovers", b"failovers", "fetch_s", b"fetch_s", "fingerprint", b"fingerprint", "job", b"job", "local_bytes", b"local_bytes", "local_rows", b"local_rows", "namespace", b"namespace", "nodes", b"nodes", "num_steps", b"num_steps", "num_workers", b"num_workers", "principal", b"principal", "queue_depth", b"queue_depth", "rank", b"rank", "refetches", b"refetches", "rows", b"rows", "run", b"run", "step", b"step", "transform_s", b"transform_s", "view", b"view", "view_digest", b"view_digest", "waited_s", b"waited_s", "world_size", b"world_size"]) -> None: ...
 
 Global___ReaderReport: typing_extensions.TypeAlias = ReaderReport
 
@@ -2244,6 +2252,8 @@ class JobInfo(google.protobuf.message.Message):
     AUDITS_FIELD_NUMBER: builtins.int
     NAMESPACE_FIELD_NUMBER: builtins.int
     NUM_RANKS_FIELD_NUMBER: builtins.int
+    VIEW_FIELD_NUMBER: builtins.int
+    VIEW_DIGEST_FIELD_NUMBER: builtins.int
     name: builtins.str
     """NAMESPACE/NAME for a caller of another namespace"""
     dataset: builtins.str
@@ -2266,6 +2276,9 @@ class JobInfo(google.protobuf.message.Message):
     """of the readers"""
     num_ranks: builtins.int
     """that report"""
+    view: builtins.str
+    """as in the last report"""
+    view_digest: builtins.str
     @property
     def ranks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___RankInfo]:
         """those that wait most, by rank"""
@@ -2300,8 +2313,10 @@ class JobInfo(google.protobuf.message.Message):
         audits: collections.abc.Iterable[Global___AuditEntry] | None = ...,
         namespace: builtins.str = ...,
         num_ranks: builtins.int = ...,
+        view: builtins.str = ...,
+        view_digest: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["audits", b"audits", "dataset", b"dataset", "epoch", b"epoch", "fingerprint", b"fingerprint", "history", b"history", "live", b"live", "local_share", b"local_share", "name", b"name", "namespace", b"namespace", "nodes", b"nodes", "num_ranks", b"num_ranks", "num_steps", b"num_steps", "ranks", b"ranks", "rows_per_s", b"rows_per_s", "step", b"step", "verdict", b"verdict", "verdict_s", b"verdict_s", "wait_share", b"wait_share", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["audits", b"audits", "dataset", b"dataset", "epoch", b"epoch", "fingerprint", b"fingerprint", "history", b"history", "live", b"live", "local_share", b"local_share", "name", b"name", "namespace", b"namespace", "nodes", b"nodes", "num_ranks", b"num_ranks", "num_steps", b"num_steps", "ranks", b"ranks", "rows_per_s", b"rows_per_s", "step", b"step", "verdict", b"verdict", "verdict_s", b"verdict_s", "view", b"view", "view_digest", b"view_digest", "wait_share", b"wait_share", "world_size", b"world_size"]) -> None: ...
 
 Global___JobInfo: typing_extensions.TypeAlias = JobInfo
 
