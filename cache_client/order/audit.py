@@ -89,9 +89,10 @@ def _with_newest_groups(evidence: Sequence[Evidence]) -> list[Evidence]:
 
     Some were made when there were fewer. Groups that contradict the others stay as they are.
     """
-    newest = max((each.record for each in evidence), key=lambda record: len(record.groups))
+    newest = max((each.record for each in evidence), key=lambda r: (len(r.groups), r.ends))
+    news = {name: getattr(newest, name) for name in ("num_rows", "groups", "due")}
     return [
-        replace(each, record=replace(record, num_rows=newest.num_rows, groups=newest.groups))
+        replace(each, record=replace(record, **news))
         if record.groups
         and record.fingerprint == newest.fingerprint
         and record.groups == newest.groups[: len(record.groups)]
@@ -267,6 +268,9 @@ class _Reading:
         if missing:
             self._reached = start
             return
+        if not record.ends:
+            self._reached = min(start + steps * plan.rows_per_step, plan.num_rows)
+            return
         self._reached = plan.rows_consumed_after(steps)
         if steps < plan.num_steps or start == plan.num_rows > 0:
             return  # the end is not reached, or was reached before
@@ -304,12 +308,14 @@ class _Reading:
         members = [each for group in self.groups for each in group.members]
         problems = [*_odd_ones(members, seed), *self._problems]
         num_left = record.order.num_left
-        is_whole = self._reached == num_left
+        is_whole = record.ends and self._reached == num_left
         if self._set_digest is not None and is_whole:
             problems += self._check_the_set(record)
         dropped, again = (self._dropped, self._again) if is_whole else (0, 0)
+        of = record.due.of if record.due is not None and record.groups else None
+        slots = record.num_rows if of is None else of  # more than those of the known groups
         shown = Shown(
-            slots=record.num_rows,
+            slots=slots,
             given=self._reached - dropped,
             again=again,
             dropped=dropped,
@@ -323,7 +329,7 @@ class _Reading:
             record.epoch,
             outcome,
             shown.given,
-            num_left - dropped,
+            slots - shown.skipped - dropped,
             shown.stated(record.due),
             (*problems, *self._gaps, *notes),
             record.view,

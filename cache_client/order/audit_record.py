@@ -94,9 +94,9 @@ class AuditRecord:
         )
 
     @property
-    def reached(self) -> int:
-        """Rows of the epoch that all ranks together have consumed if each is where this one is."""
-        return self.plan.rows_consumed_after(min(self.steps, self.plan.num_steps))
+    def ends(self) -> bool:
+        """Whether all rows of the epoch were known: some are not while a version loads."""
+        return not self.groups or self.due is None or self.due.of == self.num_rows
 
     def to_dict(self) -> dict[str, Any]:
         """The record as JSON types."""

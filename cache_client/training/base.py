@@ -483,12 +483,12 @@ class RankBatches(IterableDataset[Any]):
         """Makes a pass begin there; returns it."""
         pass_.epoch, pass_.plan = start.epoch, self._plan(start.offset, start.epoch)
         skipped = self._skipped.get(start.epoch, ())
-        pass_.due_of = cache(
-            partial(due_of, self._slots, start.epoch, self._opened.shards.num_rows)
-        )
         if self._loading is not None:
+            pass_.due_of = lambda: due_of(self._slots, start.epoch, 0)  # changes while it loads
             self._loading.tell(pass_)
         else:
+            num_rows = self._opened.shards.num_rows
+            pass_.due_of = cache(partial(due_of, self._slots, start.epoch, num_rows))
             pass_.order = self._config.shuffle.order(self._slots, start.epoch, skipped)
         return pass_
 

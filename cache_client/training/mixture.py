@@ -42,6 +42,7 @@ from cache_client.views.mixing import (
 )
 from cache_client.views.mixture_view import MixedSource, MixtureView
 from cache_client.views.view import Samples, Shuffle
+from cache_protocol.datasets.dataset_names import joined
 from cache_protocol.datasets.values import is_text
 from cache_protocol.errors import ConfigError, checked
 
@@ -307,14 +308,14 @@ def _joined(
         planned,
     )
     versions = [dataset.opened.name for dataset in datasets.values()]
-    named = "+".join(versions)
+    named = joined(versions)
     sources = [dataset.opened.source for dataset in datasets.values()]
     source = JoinedSource(cast("list[Source]", sources))
     assembler = _NamedSources(
         first.job_view.assembler, tuple(datasets), source_column, config.batch_format
     )
     return Opened(
-        named if len(named) <= _MAX_NAME else f"{versions[0]}+{len(versions) - 1}",
+        named if len(named) <= _MAX_NAME else joined((versions[0], str(len(versions) - 1))),
         hashlib.sha256(view.identity.encode()).hexdigest()[:32],
         source,
         replace(first.job_view, view=view, assembler=assembler),

@@ -62,7 +62,7 @@ def _(view: PlainView, epoch: int, num_rows: int) -> Due:
 
 @due_of.register
 def _(view: LoggedView, epoch: int, num_rows: int) -> Due:
-    return Due()  # rows are counted when the load has ended
+    return Due(of=view.log.total)  # None while the load does not know it
 
 
 @due_of.register

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from cache_client import CacheClient, CacheIterableDataset, CacheMixture, Connection, DatasetSpec
-from cache_client.order import audit
+from cache_client.order import audit, audit_record
 from cache_client.order import order as ordering
 from cache_protocol.errors import ConfigError, LengthUnknownError, LoadError, StaleVersionError
 from cache_protocol.v1 import cache_pb2 as pb
@@ -158,12 +158,14 @@ def test_ranks_that_begin_at_different_times_read_what_the_log_says(table: Loade
     assert joined(steps) == expected
     assert sorted(expected) == [*range(FILES * ROWS)]
     assert len(first) == len(second) == FILES * ROWS // 16
-    records = [audit.AuditRecord.from_dict(rank.state_dict()["audit"]) for rank in (first, second)]
-    assert [(each.outcome, each.rows) for each in audit.audit([*map(audit.Evidence, records)])] == [
-        ("proven", FILES * ROWS)
+    records = [
+        audit_record.AuditRecord.from_dict(rank.state_dict()["audit"]) for rank in (first, second)
     ]
-    begin = audit.AuditRecord.from_dict(state["audit"])  # of when fewer groups were known
-    (found,) = audit.audit([*map(audit.Evidence, (begin, records[1]))])
+    assert [
+        (each.outcome, each.rows) for each in audit.audit([*map(audit_record.Evidence, records)])
+    ] == [("proven", FILES * ROWS)]
+    begin = audit_record.AuditRecord.from_dict(state["audit"])  # of when fewer groups were known
+    (found,) = audit.audit([*map(audit_record.Evidence, (begin, records[1]))])
     assert (found.outcome, found.rows) == ("proven", 32)
 
     # Resumed as another number of ranks, and by workers.
@@ -199,7 +201,9 @@ def test_workers_read_the_same_and_go_on_to_the_next_epoch(table: LoadedInSteps)
     assert rows == table.rows_of_the_log()
     state = dataset.state_dict()
     assert (state["epoch"], state["rows_consumed"]) == (1, 0)
-    (found,) = audit.audit([audit.Evidence(audit.AuditRecord.from_dict(state["audit"]))])
+    (found,) = audit.audit(
+        [audit_record.Evidence(audit_record.AuditRecord.from_dict(state["audit"]))]
+    )
     assert (found.outcome, found.rows) == ("proven", FILES * ROWS)
     dataset.set_epoch(1)
     assert sorted(rows_of(loader)) == [*range(FILES * ROWS)]

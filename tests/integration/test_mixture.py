@@ -26,7 +26,7 @@ from cache_client import (
     DatasetSpec,
     StaleVersionError,
 )
-from cache_client.order import audit
+from cache_client.order import audit, audit_record
 from cache_client.order import order as ordering
 from cache_client.views import mixing
 from cache_server import LocalCluster
@@ -181,7 +181,9 @@ def test_an_audit_proves_every_slot_and_so_the_rows_of_each_source(tables: str) 
             mixture.set_epoch(epoch)
             for _ in mixture:
                 state = mixture.state_dict()
-            evidence.append(audit.Evidence(audit.AuditRecord.from_dict(state["audit"])))
+            evidence.append(
+                audit_record.Evidence(audit_record.AuditRecord.from_dict(state["audit"]))
+            )
     found = audit.audit(evidence)
     sizes = [PLAIN.num_slots(0), PLAIN.num_slots(1)]
     assert [(each.outcome, each.rows) for each in found] == [("proven", n) for n in sizes]
