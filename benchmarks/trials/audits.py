@@ -1,4 +1,4 @@
-"""Makes up epochs of jobs, half of them with a fault, and checks that each verdict is true.
+"""Makes up epochs of jobs, most of them with a fault, and checks that each verdict is true.
 
 ``make audits`` makes 2,000; ``python -m benchmarks.trials.audits --cases 1 --seed 77`` repeats one.
 A case has a view, ranks, workers, kills and restarts with other ranks and batch sizes, and records
@@ -219,7 +219,7 @@ class Case:
         )
 
     def _train(self) -> None:
-        """Attempts, each of which begins at a checkpoint of the one before."""
+        """Attempts; each begins at a checkpoint of the one before."""
         rng, consumed = self.rng, 0
         if rng.random() < 0.3 and self.num_slots:
             whole = StepPlan(self.num_slots, rng.randint(1, 3), rng.randint(1, 4))

@@ -130,7 +130,8 @@ def _is_cut(value: Any) -> bool:
 
 
 def _json(value: Any) -> str:
-    return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
+    text = json.dumps(value, separators=(",", ":"), ensure_ascii=False)
+    return text if text.isprintable() else json.dumps(value, separators=(",", ":"))
 
 
 def _plain(value: Any) -> Any:

@@ -2,50 +2,23 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import numpy as np
 import pytest
 
 from benchmarks.trials import audits
-from cache_client.order.due import UNITS, Due, Share, Shown
+from cache_client.order.due import Due, Share, Shown
 from cache_client.views import packing
 from cache_client.views.due import due_of
 from cache_client.views.shared_array import SharedArray
 from cache_client.views.view import PlainView, Shuffle
-from tests.unit.client.views.test_view_contract import CASES, in_order
 
 
 def test_each_of_some_made_up_epochs_has_a_true_verdict_and_its_rows() -> None:
     counts = audits.run(200, seed=0)
     assert sum(n for what, n in counts.items() if what.startswith("fault: ")) == 200
     assert counts["verdict: proven"] > 50 and counts["verdict: wrong"] > 50
-
-
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("size", [1, 2, 7, 50])
-def test_rows_come_as_often_as_is_due(name: str, size: int) -> None:
-    found = CASES[name][0](size)
-    for epoch in (0, 1, 5):
-        slots = in_order(found, epoch)
-        due = due_of(found, epoch, size)
-        assert Due.from_dict(due.to_dict()) == due and due.unit in UNITS
-        parts = [(due, slots)]
-        if due.shares:
-            parts = [
-                (share.due, [slot for slot in slots if slot[0] == source])
-                for source, share in enumerate(due.shares)
-            ]
-            assert [share.slots for share in due.shares] == [len(own) for _, own in parts]
-        for part, own in parts:
-            times = Counter(row for slot in own for row in {*slot[2:]})
-            if part.unit != "sequence":
-                assert part.most is None or max(times.values(), default=0) <= part.most
-                assert min(times.values(), default=part.least) >= part.least
-            assert part.rows is None or len(times) <= part.rows
-            if part.is_distinct:
-                assert len(times) == len(own)
 
 
 @pytest.mark.parametrize("cut", [True, False])
