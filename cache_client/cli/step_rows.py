@@ -118,13 +118,18 @@ def record_of(job: JobInfo, epoch: int, rows_consumed: int | None) -> AuditRecor
             f"the job read epoch {epoch} in parts: give --rows-consumed as one of "
             f"{', '.join(map(str, begins))}"
         )
-    kinds = {replace(each, **_OF_RANK) for each in found}
+    kinds = {replace(each, **_OF_RANK, **_of_load(each)) for each in found}
     if len(kinds) > 1:
         raise NotShownError(
             f"the ranks of the job read epoch {epoch} in {len(kinds)} ways: cachectl audit names "
             "the differences"
         )
     return found[-1] if found else None
+
+
+def _of_load(record: AuditRecord) -> dict[str, Any]:
+    """What differs between the records of a version that loads."""
+    return {"groups": (), "num_rows": 0} if record.groups else {}
 
 
 # What differs between the records of a pass of several ranks, or while they read.

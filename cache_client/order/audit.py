@@ -137,9 +137,13 @@ def _passes(evidence: Sequence[Evidence]) -> tuple[list[Evidence], list[Evidence
 
 def _odd_ones(evidence: Sequence[Evidence], seed: int | None) -> Iterator[str]:
     """Ranks that read in another order than most."""
-    records = [each.record for each in evidence]
     for name in _SAME:
+        records = [each.record for each in evidence]
+        if name == "job_shuffle":
+            records = [record for record in records if record.job_shuffle is not None]
         values = Counter(getattr(record, name) for record in records)
+        if not values:
+            continue
         usual = seed if name == "seed" and seed is not None else values.most_common(1)[0][0]
         for value in values:
             if value == usual:
@@ -212,13 +216,13 @@ class _Reading:
     def add(self, group: _Group, looks: Sequence[Evidence]) -> None:
         """Adds the group that read next; ``looks`` are passes that were given up."""
         start = group.rows_consumed
-        shared = bool(self.groups) and bool(group.runs & self.groups[-1].runs)
+        own = self._reached_by(group.runs)  # None: none of these processes read before
         if start > self._reached:
             text = f"no record of positions {self._reached:,} to {start - 1:,}"
-            if shared:
+            if own is not None and start > own:
                 self._problems.append(
-                    f"{text}: the pass before ended at row {self._reached:,}, and the next one "
-                    f"began at row {start:,}"
+                    f"{text}: the pass before ended at row {own:,}, and the next one began at row "
+                    f"{start:,}, in the same process"
                 )
             else:
                 self._gaps.append(text)
@@ -228,7 +232,7 @@ class _Reading:
                 f"the position of row {start:,} was loaded after row {self._furthest:,} was reached"
             )
             step = start // self.groups[-1].members[0].record.plan.rows_per_step
-            if shared and start < self._reached:
+            if own is not None and start < self._reached:
                 self._problems.append(
                     f"a state was applied twice: {text}, in the same process; its rows were given "
                     f"again from step {step} of the epoch on"
@@ -244,6 +248,16 @@ class _Reading:
             self._notes.append(f"{_ranks(looked)} looked at a first batch before, not counted")
         self._check(group, start)
         self.groups.append(group)
+
+    def _reached_by(self, runs: set[str]) -> int | None:
+        """How far the processes of these runs read in the group before; None: in none."""
+        before = self.groups[-1].members if self.groups else []
+        records = [each.record for each in before if each.record.run in runs]
+        plans = [(each.plan, each.steps) for each in records]
+        return max(
+            (plan.rows_consumed_after(min(steps, plan.num_steps)) for plan, steps in plans),
+            default=None,
+        )
 
     def _check(self, group: _Group, start: int) -> None:
         """Checks the records of a group, and how far they show the epoch."""

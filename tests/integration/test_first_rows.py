@@ -13,6 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from cache_client import CacheClient, CacheIterableDataset, CacheMixture, Connection, DatasetSpec
+from cache_client.cli import step_rows
+from cache_client.job.connection import access_to
 from cache_client.order import audit, audit_record
 from cache_client.order import order as ordering
 from cache_protocol.errors import ConfigError, LengthUnknownError, LoadError, StaleVersionError
@@ -205,6 +207,11 @@ def test_workers_read_the_same_and_go_on_to_the_next_epoch(table: LoadedInSteps)
         [audit_record.Evidence(audit_record.AuditRecord.from_dict(state["audit"]))]
     )
     assert (found.outcome, found.rows) == ("proven", FILES * ROWS)
+    asked = step_rows.question_of(
+        audit_record.AuditRecord.from_dict(state["audit"]), step=2, rank=0
+    )
+    shown = step_rows.step_rows(access_to(dataset.endpoint), asked)[1]
+    assert [row.values["row"] for row in shown] == rows[14:21]
     dataset.set_epoch(1)
     assert sorted(rows_of(loader)) == [*range(FILES * ROWS)]
     dataset.set_epoch(0)

@@ -366,3 +366,20 @@ def test_a_record_survives_json_and_a_bad_one_is_refused() -> None:
     for bad in ({}, {**record(1).to_dict(), "format": 9}):
         with pytest.raises(ConfigError, match="bad audit record"):
             audit_record.AuditRecord.from_dict(bad)
+
+
+def test_a_record_that_ends_early_beside_a_reload_in_one_process_is_a_gap_and_no_mistake() -> None:
+    first = [record(0, steps=range(12)), record(1, steps=range(5)), record(2, steps=range(12))]
+    start = PLAN.rows_consumed_after(12)
+    rest = [record(r, start=start, number=2) for r in range(WORLD)]
+
+    found, _, findings = outcome([*first, *rest])
+    lost = outcome([record(r, steps=range(10)) for r in range(WORLD)] + rest)
+
+    assert (found, findings) == ("open", "no record of positions 150 to 359")
+    assert lost[0] == "wrong" and "ended at row 300, and the next one began at row 360" in lost[2]
+
+
+def test_a_record_of_an_earlier_release_beside_a_new_one_is_no_mistake() -> None:
+    records = [record(0), replace(record(1), job_shuffle=None), record(2)]
+    assert outcome(records) == ("proven", ROWS, "")
