@@ -21,16 +21,7 @@ _MOST_VIEW = 30
 _SPARKS = "▁▂▃▄▅▆▇█"
 
 JOB_COLUMNS = [
-    "job",
-    "dataset",
-    "view",
-    "ranks",
-    "epoch",
-    "step",
-    "rows/s",
-    "waits",
-    "local",
-    "verdict",
+    *("job", "dataset", "view", "ranks", "epoch", "step", "rows/s", "waits", "local", "verdict"),
 ]
 
 

@@ -6,7 +6,6 @@ The same functions compute it as in training.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +25,14 @@ from cache_client.order.view_text import view_options
 from cache_client.views.due import samples_of
 from cache_client.views.mixing import Mixing, MixtureState
 from cache_client.views.mixture_view import MixedSource, MixtureView
-from cache_client.views.view import LoggedView, PlainView, Shuffle, SlotView, epoch_order
+from cache_client.views.view import (
+    LoggedView,
+    PlainView,
+    Shuffle,
+    SlotView,
+    epoch_order,
+    view_fingerprint,
+)
 from cache_protocol.errors import CacheError, ConfigError, StaleVersionError, missing_package
 
 _CHANGE_NO_ROWS = ("codes", "join", "pad_lists")  # options of `View` that only make columns
@@ -222,13 +228,8 @@ def _read(access: Access, question: Question) -> tuple[list[_Version], SlotView,
         return _read_log(access, question, fingerprint)
     shards = _open(access, question.dataset, fingerprint)
     view, has_all = _make_view(access, shards, options, shuffle)
-    digest = hashlib.sha256(view.identity.encode()).hexdigest()[:16]
-    expected = f"{shards.fingerprint}-{digest}" if view.identity else shards.fingerprint
-    if has_all and question.fingerprint not in ("", expected):
-        raise NotShownError(
-            f"the job reads fingerprint {question.fingerprint}, and this view is {expected}: give "
-            "the view of the job by --view"
-        )
+    expected = view_fingerprint(shards.fingerprint, view.identity)
+    _compare(question, expected if has_all else question.fingerprint)
     return [_Version("", shards)], view, lambda runs: shuffle.order(view, question.epoch, runs)
 
 
@@ -238,15 +239,16 @@ def _read_log(
     """An epoch that was read while the version loaded."""
     shards = _open(access, question.dataset, fingerprint)
     log = _open(access, question.dataset, fingerprint, with_log=True).log
-    digest = "" if log is None else hashlib.sha256(LoggedView(log).identity.encode()).hexdigest()
-    if log is None or question.fingerprint != f"{fingerprint}-{digest[:16]}" or not log.closed:
+    view = None if log is None else LoggedView(log, has_row_ids=True)
+    known = None if view is None else view_fingerprint(fingerprint, view.identity)
+    if log is None or view is None or known != question.fingerprint or not log.closed:
         raise NotShownError(
             "the cache does not have the log of the load any more, which is the order of this epoch"
         )
     shuffle, epoch, groups = question.shuffle, question.epoch, log.rows_of_groups
     return (
         [_Version("", shards)],
-        LoggedView(log, has_row_ids=True),
+        view,
         lambda _: epoch_order(shuffle, log.num_rows, epoch, groups=groups),
     )
 
@@ -263,8 +265,8 @@ def _read_mixture(
         shuffle = Shuffle(each["shuffle"], each["shuffle_block_size"], each["seed"])
         view, _ = _make_view(access, shards, each["view"], shuffle)
         versions.append(_Version(name, shards))
-        # Its fingerprint only names the mixture, which is compared by the text of the job.
-        sources.append(MixedSource(name, "", shards.num_rows, view, shuffle))
+        fingerprint = view_fingerprint(shards.fingerprint, view.identity)
+        sources.append(MixedSource(name, fingerprint, shards.num_rows, view, shuffle))
     state = {"plan": (), "steps": None, "epoch_slots": None, "changes": options["changes"]}
     mixing = Mixing(
         tuple(each.view.num_slots(0) for each in sources),
@@ -274,8 +276,18 @@ def _read_mixture(
         MixtureState.from_dict(state, len(sources)).changes,
     )
     mixed = MixtureView(tuple(sources), mixing)
+    _compare(question, mixed.fingerprint)
     order = question.shuffle.order
     return versions, mixed, lambda runs: order(mixed, question.epoch, runs)
+
+
+def _compare(question: Question, fingerprint: str) -> None:
+    """Raises NotShownError where a job reads by another view than this one."""
+    if question.fingerprint not in ("", fingerprint):
+        raise NotShownError(
+            f"the job reads fingerprint {question.fingerprint}, and this view is {fingerprint}: "
+            "give the view of the job by --view"
+        )
 
 
 def _open(access: Access, name: str, fingerprint: str, *, with_log: bool = False) -> ShardMap:

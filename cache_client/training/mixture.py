@@ -6,7 +6,6 @@ Checks the arguments, and joins the sources: their views to one, their readers t
 
 from __future__ import annotations
 
-import hashlib
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -316,7 +315,7 @@ def _joined(
     )
     return Opened(
         named if len(named) <= _MAX_NAME else joined((versions[0], str(len(versions) - 1))),
-        hashlib.sha256(view.identity.encode()).hexdigest()[:32],
+        view.fingerprint,
         source,
         replace(first.job_view, view=view, assembler=assembler),
         first.layout,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,7 +22,7 @@ from cache_client.training.job_config import JobConfig
 from cache_client.view_options.columns import VersionNodes
 from cache_client.view_options.job_view import JobView
 from cache_client.view_options.open_view import make_view, read_shard_map
-from cache_client.views.view import LoggedView, PlainView, SlotView
+from cache_client.views.view import LoggedView, PlainView, SlotView, view_fingerprint
 from cache_protocol.storage.layout import Layout
 from cache_protocol.v1 import cache_pb2 as pb
 
@@ -216,10 +215,9 @@ def _opened(config: JobConfig, source: Source, job_view: JobView) -> Opened:
     shards, identity = source.shards, job_view.identity
     layout = shards.layout if job_view.lookups is None else job_view.lookups.layout
     job_view.column_names(config.converter(layout).names, pad_mask=config.pad_mask)
-    digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
     return Opened(
         shards.dataset,
-        f"{shards.fingerprint}-{digest}" if identity else shards.fingerprint,
+        view_fingerprint(shards.fingerprint, identity),
         source,
         job_view,
         layout,

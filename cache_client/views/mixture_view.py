@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, TypeVar
@@ -78,6 +79,11 @@ class MixtureView:
         seed = f" seed={mixing.seed}" if mixing.draw == "random" else ""
         sources = "; ".join(source.identity for source in self.sources)
         return f"mixture {mixing.draw}{seed} {stop}: {sources}"
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the sources, and how they are drawn."""
+        return hashlib.sha256(self.identity.encode()).hexdigest()[:32]
 
     @property
     def num_bytes(self) -> int:

@@ -10,6 +10,7 @@ nor tensors, and does no I/O.
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -205,6 +206,12 @@ def epoch_order(
         skipped=skipped,
         groups=groups,
     )
+
+
+def view_fingerprint(version: str, identity: str) -> str:
+    """The fingerprint of what a job reads: of a version, and of a view by its identity."""
+    digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
+    return f"{version}-{digest}" if identity else version
 
 
 def joined_ranges(starts: Int64Array, lengths: Int64Array) -> Int64Array:
