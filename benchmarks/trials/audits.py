@@ -25,7 +25,9 @@ from cache_client.order.audit import EpochAudit, audit
 from cache_client.order.audit_record import AuditRecord, Evidence
 from cache_client.order.digests import Trail, step_digests
 from cache_client.order.order import EpochOrder, StepPlan, runs_of_steps, step_windows, worker_steps
-from cache_client.views import groups, length_buckets, mixing, packing, rows_view, sampling
+from cache_client.view_options.options import View
+from cache_client.view_options.sampling import make_sampling
+from cache_client.views import groups, length_buckets, mixing, packing, rows_view
 from cache_client.views.due import due_of, samples_of
 from cache_client.views.mixture_view import MixedSource, MixtureView
 from cache_client.views.shared_array import SharedArray
@@ -61,35 +63,29 @@ def _some(rng: random.Random, size: int) -> SlotView:
     return rows_view.rows_in_order("subset", np.array(listed, np.int64), size)
 
 
-def _weighted(rng: random.Random, inner: SlotView, shuffle: Shuffle) -> SlotView:
-    size, replacement = inner.num_slots(0), rng.random() < 0.5
-    weights = np.array([rng.choice((0.0, 1.0, 1.0, 2.5)) for _ in range(size)])
-    weights[:1] = 1.0
-    ends, most = sampling.weight_table(weights, replacement=replacement, seed=shuffle.seed)
-    rows = rng.randint(1, 2 * size) if replacement else rng.randint(1, most)
-    return sampling.WeightedView(inner, SharedArray(ends), "w", replacement, rows, shuffle.seed)
-
-
-def _balanced(rng: random.Random, inner: SlotView, shuffle: Shuffle) -> SlotView:
-    size = inner.num_slots(0)
-    labels = np.array([rng.randrange(3) for _ in range(size)])
-    labels = np.unique(labels, return_inverse=True)[1]
-    slots, starts = sampling.class_table(labels)
-    rows = rng.randint(len(starts) - 1, 3 * size + 3)
-    tables = SharedArray(slots), SharedArray(starts)
-    return sampling.BalancedView(inner, *tables, "label", rows, shuffle)
-
-
 def _sampled(rng: random.Random, size: int, shuffle: Shuffle) -> SlotView:
     """Rows more or less often than once, one in each slot."""
     inner = _some(rng, size)
-    rows = inner.num_slots(0)
-    kind = rng.choice(("as it is", "epoch_rows", "weights", "per_class")) if rows else "as it is"
-    if kind == "epoch_rows":
-        return sampling.EpochRowsView(inner, rng.randint(1, 3 * rows), shuffle)
-    if kind == "weights":
-        return _weighted(rng, inner, shuffle)
-    return _balanced(rng, inner, shuffle) if kind == "per_class" else inner
+    slots = inner.num_slots(0)
+    rows = inner.samples(np.arange(slots), 0).row_ids.tolist()
+    weights = [rng.choice((0.0, 1.0, 1.0, 2.5)) for _ in range(size)]
+    weights[rows[0] if rows else 0] = 1.0
+    columns = {"w": weights, "label": [rng.randrange(3) for _ in range(size)]}
+    most = 3 * slots + 3
+    kinds = [View(), View(epoch_rows=rng.randint(1, most))]
+    if shuffle.shuffle_block_size is None:
+        kinds += [
+            View(weights="w", epoch_rows=rng.randint(1, most)),
+            View(weights="w", replacement=False),
+            View(per_class="label", epoch_rows=rng.randint(3, most)),
+        ]
+    return make_sampling(
+        rng.choice(kinds),
+        inner,
+        shuffle=shuffle,
+        columns=columns,
+        values=lambda sql: pa.chunked_array([columns[sql.strip('"')]]),
+    )
 
 
 def _grouped(rng: random.Random, size: int) -> SlotView:
