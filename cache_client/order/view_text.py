@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from numbers import Integral
 from typing import Any, Final
 
 import numpy as np
@@ -138,13 +139,13 @@ def _plain(value: Any) -> Any:
     """A value as JSON types."""
     if isinstance(value, Mapping):
         return {str(name): _plain(each) for name, each in value.items()}
-    if isinstance(value, np.ndarray):
-        return _numbers(value)
-    if isinstance(value, list | tuple):
-        are_numbers = len(value) > _BEGIN and all(isinstance(each, int) for each in value)
-        return _numbers(np.asarray(value)) if are_numbers else [_plain(each) for each in value]
     if isinstance(value, np.generic):
         return value.item()
+    if hasattr(value, "__array__"):  # also of other libraries
+        return _numbers(np.asarray(value))
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        are_numbers = len(value) > _BEGIN and all(isinstance(each, Integral) for each in value)
+        return _numbers(np.asarray(value)) if are_numbers else [_plain(each) for each in value]
     if value is None or isinstance(value, str | int | float):
         return value
     digest = getattr(value, "digest", None)

@@ -9,7 +9,9 @@ from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
+import torch
 
 from cache_client.order import view_text
 from cache_client.view_options import lookups, options
@@ -129,6 +131,10 @@ def test_the_text_of_a_view_is_bounded_and_has_the_options_back() -> None:
             view_text.view_options(view.text)
     assert large[0].text == options.View(subset=rows.astype(np.int32).tolist()).text
     assert large[0].text != options.View(subset=rows[::-1]).text
+    for size in (3, 1000):
+        some = np.arange(size)
+        same = [some, some.tolist(), [*some], range(size), pa.array(some), torch.tensor(some)]
+        assert len({options.View(subset=each).text for each in same}) == 1  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
