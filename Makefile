@@ -32,7 +32,7 @@ PEERS_STAMP := $(PEERS)/.installed
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-frameworks floor e2e soak soak-writes fuzz soak-queries soak-draws soak-texts damage writers large \
+.PHONY: help demo test test-frameworks floor e2e soak soak-writes fuzz audits soak-queries soak-draws soak-texts damage writers large \
 	check format docs images bench bench-quick proto venv clean
 
 help:  ## show the targets
@@ -62,6 +62,9 @@ soak-writes: $(WITH)test  ## write tables while 200 writers, nodes and coordinat
 
 fuzz: $(WITH)test  ## send a million malformed calls to a node with tokens; 20 minutes, ARGS="--calls 20000 --seed 1"
 	$(BIN)/python -m benchmarks.trials.fuzz $(ARGS)
+
+audits: $(WITH)test  ## check the verdicts of 2,000 made-up epochs, most with a fault; a minute, ARGS="--seed 2000"
+	$(BIN)/python -m benchmarks.trials.audits $(ARGS)
 
 soak-queries: $(WITH)test  ## compare 30,000 generated queries and columns with other engines; 15 minutes, ARGS="--seed 1"
 	$(BIN)/python -m benchmarks.trials.differential $(ARGS)

@@ -18,6 +18,7 @@ from cache_client.cli.app import (
     EXIT_CONFIG,
     EXIT_DATA,
     EXIT_FAILURE,
+    EXIT_NOT_SHOWN,
     AsJson,
     Endpoint,
     IntervalS,
@@ -46,6 +47,7 @@ from cache_client.cli.display import (
 )
 from cache_client.cli.doctor import examine
 from cache_client.cli.job_commands import audit_job, jobs, rows, top
+from cache_client.cli.step_rows import NotShownError
 from cache_client.control.client import MAX_MEMORY_BYTES, CacheClient
 from cache_client.control.infos import DatasetInfo
 from cache_client.job.arguments import seconds_problems
@@ -445,6 +447,7 @@ def main() -> None:
 
     Exit codes: 2 for a command line that cannot be parsed, 78 (EX_CONFIG) for other bad arguments
     and specs, 65 (EX_DATAERR) for data and queries, 1 for other errors.
+    ``audit`` and ``rows`` end with 4 for what cannot be shown.
     """
     try:
         with checked_output():
@@ -454,6 +457,8 @@ def main() -> None:
         print(f"cachectl: {type(error).__name__}: {message}", file=sys.stderr)
         if isinstance(error, ConfigError):
             sys.exit(EXIT_CONFIG)
+        if isinstance(error, NotShownError):
+            sys.exit(EXIT_NOT_SHOWN)
         sys.exit(EXIT_DATA if isinstance(error, LoadError | RequestError) else EXIT_FAILURE)
 
 

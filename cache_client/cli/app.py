@@ -17,6 +17,7 @@ from cache_protocol.errors import (
 )
 
 EXIT_FAILURE = 1
+EXIT_NOT_SHOWN = 4
 EXIT_DATA = 65  # EX_DATAERR
 EXIT_CONFIG = 78  # EX_CONFIG
 

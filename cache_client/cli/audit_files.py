@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cache_client.control.infos import JobInfo
-from cache_client.order.audit import AuditRecord, Evidence
+from cache_client.order.audit_record import AuditRecord, Evidence
 from cache_protocol.errors import ConfigError, missing_package
 
 
@@ -20,7 +20,7 @@ def evidence_of(job: JobInfo) -> list[Evidence]:
     ]
 
 
-def read_records(path: Path) -> list[AuditRecord]:
+def read_records(path: Path) -> list[Evidence]:
     """The audit records in a checkpoint: a JSON file, or one that `torch.save` wrote.
 
     A state may be anywhere in it, also in a larger dict.
@@ -42,7 +42,7 @@ def read_records(path: Path) -> list[AuditRecord]:
             f"no audit record in {path}: make the dataset with audit='states', and save the "
             "state of every rank"
         )
-    return records
+    return [Evidence(record, record.begun_s, record.made_s) for record in records]
 
 
 def _load_by_torch(path: Path) -> Any:

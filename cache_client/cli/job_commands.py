@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict
+from contextlib import suppress
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Final
 
-import numpy as np
 import typer
 import typer.core
 
 from cache_client.cli.app import (
     EXIT_FAILURE,
+    EXIT_NOT_SHOWN,
     AsJson,
     Endpoint,
     IntervalS,
-    Name,
     TimeoutS,
     client_of,
     connection_of,
@@ -33,16 +33,20 @@ from cache_client.cli.display import (
     show_rows,
 )
 from cache_client.cli.jobs_display import JOB_COLUMNS, audit_lines, job_json, job_row, top_view
-from cache_client.control.infos import JobInfo
-from cache_client.control.row_reads import read_rows
-from cache_client.job.connection import access_to
-from cache_client.order.audit import Evidence, audit
-from cache_client.order.order import rows_of_step
-from cache_protocol.errors import (
-    ConfigError,
-    DatasetNotFoundError,
+from cache_client.cli.step_rows import (
+    Question,
+    StepRow,
+    question_of,
+    record_of,
+    step_rows,
+    view_of_argument,
 )
-from cache_protocol.storage.row_index import Ids
+from cache_client.control.client import CacheClient
+from cache_client.control.infos import JobInfo
+from cache_client.job.connection import access_to
+from cache_client.order.audit import audit
+from cache_client.views.view import Shuffle
+from cache_protocol.errors import CacheError, ConfigError, DatasetNotFoundError
 
 _LOOK_S: Final = 0.5  # between two looks for a job that has not reported
 
@@ -102,16 +106,17 @@ def audit_job(
     timeout_s: TimeoutS = 30.0,
     as_json: AsJson = False,
 ) -> None:
-    """Prove that a job read each row once.
+    """Prove which rows a job was given, and how often.
 
     Else names the first wrong step of each epoch.
 
-    Ends with 0 if everything is proven, else with 1.
+    Ends with 0 if everything is proven, with 1 if something is wrong, and with 4 if it cannot be
+    shown.
     """
     if (job is None) == (not state):
         raise ConfigError("give either a JOB or --state FILE")
     if state:
-        by_dataset = {"": [Evidence(record) for path in state for record in read_records(path)]}
+        by_dataset = {"": [evidence for path in state for evidence in read_records(path)]}
     else:
         found = client_of(endpoint, timeout_s=timeout_s).jobs(job or "", audits=True)
         by_dataset = {info.dataset: evidence_of(info) for info in found}
@@ -127,62 +132,175 @@ def audit_job(
             for line in [line for one in every for line in audit_lines(one)]:
                 show_line(line)
             if not every:
-                show_line("no record: its readers have workers of another DataLoader, or are new")
-    is_proven = all(every and all(one.outcome == "proven" for one in every)
-                    for every in results.values())  # fmt: skip
-    raise typer.Exit(0 if is_proven else EXIT_FAILURE)
+                show_line(
+                    "cannot be shown: there is no record: the job has audit='off', its readers "
+                    "have workers of another DataLoader, or they are new"
+                )
+    outcomes = {one.outcome for every in results.values() for one in every}
+    if "wrong" in outcomes:
+        raise typer.Exit(EXIT_FAILURE)
+    if "open" in outcomes or not all(results.values()):
+        raise typer.Exit(EXIT_NOT_SHOWN)
 
 
 def rows(
-    name: Name,
     step: Annotated[int, typer.Option(min=0, help="Step of the epoch.")],
-    batch_size: Annotated[int, typer.Option(min=1, help="Rows per rank and step.")],
-    world_size: Annotated[int, typer.Option(min=1, help="Ranks of the job.")] = 1,
+    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Name of a dataset.")] = None,
+    job: Annotated[
+        str | None,
+        typer.Option(
+            help="What this job read: its view and, with audit, its seed, batch size and others."
+        ),
+    ] = None,
+    view: Annotated[
+        str | None,
+        typer.Option(
+            help="Options of the View of the job: a file, or JSON such as "
+            '\'{"where": "price > 100"}\'.'
+        ),
+    ] = None,
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Rows per rank and step.")] = None,
+    world_size: Annotated[
+        int | None, typer.Option(min=1, help="Ranks of the job.  [default: 1]")
+    ] = None,
     rank: Annotated[int | None, typer.Option(min=0, help="One rank.  [default: all]")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the order.")] = 0,
+    seed: Annotated[int | None, typer.Option(help="Seed of the order.  [default: 0]")] = None,
     epoch: Annotated[int, typer.Option(min=0, help="Epoch.")] = 0,
-    shuffle: Annotated[bool, typer.Option(help="Whether the job shuffles.")] = True,
+    shuffle: Annotated[
+        bool | None,
+        typer.Option(
+            "--shuffle/--no-shuffle", help="Whether the job shuffles.  [default: shuffle]"
+        ),
+    ] = None,
     shuffle_block_size: Annotated[
         int | None, typer.Option(min=1, help="As the job has it.")
     ] = None,
+    drop_last: Annotated[
+        bool, typer.Option("--drop-last", help="The job leaves out a short last step.")
+    ] = False,
+    pad: Annotated[
+        bool, typer.Option("--pad", help="The job fills its last step: it has a pad_mask.")
+    ] = False,
+    skip_step: Annotated[
+        list[int] | None,
+        typer.Option(min=0, help="Step of this epoch that the job leaves out; repeat it."),
+    ] = None,
     rows_consumed: Annotated[
-        int, typer.Option(min=0, help="Where the job resumed the epoch; steps count from there.")
-    ] = 0,
+        int | None,
+        typer.Option(
+            min=0, help="Where the job resumed the epoch; steps count from there.  [default: 0]"
+        ),
+    ] = None,
     endpoint: Endpoint = None,
     timeout_s: TimeoutS = 30.0,
     as_json: AsJson = False,
 ) -> None:
-    """Show the rows of one training step."""
-    step_rows: list[tuple[int, int]] = []
+    """Show the rows of one training step.
 
-    def row_ids(num_rows: int) -> Ids:
-        try:
-            found = rows_of_step(
-                num_rows, step,
-                batch_size=batch_size, world_size=world_size, rank=rank, seed=seed, epoch=epoch,
-                shuffle=shuffle, shuffle_block_size=shuffle_block_size,
-                rows_consumed=rows_consumed,
-            )  # fmt: skip
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
-        step_rows.extend(found)
-        return np.array([row_id for _, row_id in found], np.int64)
-
-    batch = read_rows(access_to(connection_of(endpoint, timeout_s)), name, row_ids)
-    values = batch.to_pylist()
-    if as_json:
-        print_json(
-            [
-                {"rank": of, "row": row_id, "values": {k: json_value(v) for k, v in row.items()}}
-                for (of, row_id), row in zip(step_rows, values, strict=True)
-            ]
+    Ends with 4 if they cannot be shown.
+    """
+    access, found, record = access_to(connection_of(endpoint, timeout_s)), None, None
+    client = client_of(endpoint, timeout_s=timeout_s)
+    if job is not None:
+        found = _job(client, job, name)
+        record = record_of(found, epoch, rows_consumed)
+    if record is not None:
+        _refuse(
+            f"the audit record of job {job!r} has them",
+            batch_size=batch_size,
+            world_size=world_size,
+            seed=seed,
+            shuffle=shuffle,
+            shuffle_block_size=shuffle_block_size,
+            drop_last=drop_last or None,
+            pad=pad or None,
+            skip_step=skip_step,
         )
+        question = question_of(record, step=step, rank=rank)
+    elif found is None and name is None:
+        raise ConfigError("give the NAME of a dataset, or --job")
+    elif batch_size is None:
+        raise ConfigError("give --batch-size")
+    elif found is not None and (seed is None or shuffle is None):
+        raise ConfigError(
+            f"job {job!r} has no audit record of epoch {epoch}: give --seed and --shuffle or "
+            "--no-shuffle, as the job has them"
+        )
+    else:
+        if found is None and view is None:
+            _note_views(client, name or "")
+        world_size = world_size or (found.world_size if found else 1)
+        question = Question(
+            dataset=found.dataset if found else name or "",
+            fingerprint=found.fingerprint if found else "",
+            view=found.view if found else "",
+            shuffle=Shuffle(shuffle is not False, shuffle_block_size, seed or 0),
+            epoch=epoch,
+            step=step,
+            ranks=range(world_size) if rank is None else (rank,),
+            world_size=world_size,
+            batch_size=batch_size,
+            drop_last=drop_last,
+            pad=pad,
+            rows_consumed=rows_consumed or 0,
+            skip_steps=skip_step or (),
+        )
+    if view is not None:
+        question = replace(question, view=view_of_argument(view))
+    schema, step_of = step_rows(access, question)
+    has_sources = any(each.source for each in step_of)
+    if as_json:
+        print_json([_row_json(each) for each in step_of])
         return
-    types = batch.schema.types
     show_rows(
-        ["rank", "row id", *batch.schema.names],
+        ["rank", *(["source"] if has_sources else []), "row id", *schema.names],
         [
-            [str(of), str(row_id), *map(cell, row.values(), types)]
-            for (of, row_id), row in zip(step_rows, values, strict=True)
+            [
+                str(each.rank),
+                *([printable(each.source)] if has_sources else []),
+                str(each.row_id),
+                *map(cell, each.values.values(), schema.types),
+            ]
+            for each in step_of
         ],
     )
+
+
+def _row_json(row: StepRow) -> dict[str, object]:
+    values = {name: json_value(value) for name, value in row.values.items()}
+    source = {"source": row.source} if row.source else {}
+    return {"rank": row.rank, **source, "row": row.row_id, "values": values}
+
+
+def _job(client: CacheClient, job: str, dataset: str | None) -> JobInfo:
+    """The job of this name that reads a dataset.
+
+    Raises:
+        ConfigError: it reads several; names them.
+    """
+    found = client.jobs(job, audits=True)
+    chosen = [each for each in found if dataset in (None, each.dataset)]
+    if len(chosen) != 1:
+        names = ", ".join(repr(each.dataset) for each in found)
+        raise ConfigError(f"give the NAME of what job {job!r} reads: {names}, got {dataset!r}")
+    return chosen[0]
+
+
+def _refuse(why: str, **given: object) -> None:
+    """Raises ConfigError where options are given that are known."""
+    names = [f"--{name.replace('_', '-')}" for name, value in given.items() if value is not None]
+    if names:
+        raise ConfigError(f"leave out {', '.join(names)}: {why}")
+
+
+def _note_views(client: CacheClient, dataset: str) -> None:
+    """Says which jobs read the dataset other than each row once."""
+    with suppress(CacheError):
+        found = [each for each in client.jobs() if each.dataset == dataset]
+        names = sorted({each.name for each in found if each.view or "-" in each.fingerprint})
+        if names:
+            typer.echo(
+                "these are rows of each row once; other rows have the jobs "
+                f"{', '.join(map(printable, names))}: give --job",
+                err=True,
+            )

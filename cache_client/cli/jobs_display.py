@@ -17,13 +17,21 @@ from cache_protocol.cli.output import size
 
 _MOST_RANKS = 12  # in the live view; those that wait most
 _BAR = 20  # characters
+_MOST_VIEW = 30
 _SPARKS = "▁▂▃▄▅▆▇█"
 
-JOB_COLUMNS = ["job", "dataset", "ranks", "epoch", "step", "rows/s", "waits", "local", "verdict"]
+JOB_COLUMNS = [
+    *("job", "dataset", "view", "ranks", "epoch", "step", "rows/s", "waits", "local", "verdict"),
+]
 
 
 def _steps(job: JobInfo) -> str:
     return f"{job.num_steps:,}" if job.num_steps or not job.step else "?"
+
+
+def _short_view(job: JobInfo) -> str:
+    text = printable(job.view)
+    return text if len(text) <= _MOST_VIEW else f"{text[: _MOST_VIEW - 1]}…"
 
 
 def job_row(job: JobInfo) -> list[str]:
@@ -31,6 +39,7 @@ def job_row(job: JobInfo) -> list[str]:
     return [
         job.name,
         job.dataset,
+        _short_view(job),
         f"{job.num_ranks} of {job.world_size}",
         str(job.epoch),
         f"{job.step:,} of {_steps(job)}",
@@ -77,6 +86,8 @@ def _headline(job: JobInfo) -> Text:
     text.append("\n")
     text.append(printable(job.verdict), style="red" if bad else "green")
     text.append(f"  for {_duration(job.verdict_s)}", style="dim")
+    if job.view:
+        text.append(f"\nview {printable(job.view)}", style="dim")
     return text
 
 
@@ -134,14 +145,14 @@ def _duration(seconds: float) -> str:
 
 def audit_lines(found: EpochAudit) -> list[str]:
     """What an audit found of one reading of an epoch, for people."""
+    so_far = "" if found.rows == found.num_rows else " so far"
+    shown = [f"view {printable(found.view)}"] if found.view else []
     if found.outcome == "wrong":
-        head = f"epoch {found.epoch}: WRONG"
-    elif found.rows == found.num_rows and found.outcome == "proven":
-        head = f"epoch {found.epoch}: proven: each of {found.num_rows:,} rows was given once"
+        head = "WRONG"
+    elif found.outcome == "proven":
+        head = f"proven{so_far}: {found.statement}"
     else:
-        head = (
-            f"epoch {found.epoch}: {found.outcome}: {found.rows:,} of {found.num_rows:,} rows are "
-            "proven so far, each given once"
-        )
-    about = [found.view] if found.view else []
-    return [head, *(f"  {line}" for line in (*about, *found.findings))]
+        head = "cannot be shown"
+        shown += [f"shown{so_far}: {found.statement}"] if found.rows else []
+    lines = (*shown, *found.findings)
+    return [f"epoch {found.epoch}: {head}", *(f"  {line}" for line in lines)]

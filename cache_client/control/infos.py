@@ -198,6 +198,8 @@ class JobInfo:
         namespace: of the readers.
         ranks_disagree: some read by other settings than others, so on wrong rows.
         end: of a job that is not live: how its last pass ended; empty: a rank fell silent in it.
+        view: what the last reader that reported reads other than each row once, as JSON;
+            ``view_digest`` is of it. Empty: nothing else.
     """
 
     name: str
@@ -221,6 +223,8 @@ class JobInfo:
     num_ranks: int
     ranks_disagree: bool
     end: Literal["", "finished", "stopped", "failed"]
+    view: str = ""
+    view_digest: str = ""
 
 
 _PARTS = {"ranks": RankInfo, "nodes": NodeShare, "history": JobSample, "audits": AuditEntry}

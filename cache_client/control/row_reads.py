@@ -30,16 +30,52 @@ def read_rows(access: Access, name: str, row_ids: Callable[[int], Ids]) -> pa.Re
         DatasetNotFoundError, LoadError: there is no such dataset, or its load failed.
         NotReadyError: it is loading; has the progress.
     """
-    name = checked_name(name)
     deadline = time.monotonic() + access.deadline_s
-    with CallThreads() as threads:
-        shards = threads.call(_read_shard_map, access, name)
-        remaining_s = remaining_time_s(deadline) or MIN_LOOKUP_S
-        with Reader(
-            access.endpoint, shards, deadline_s=remaining_s, credentials=access.credentials
-        ) as reader:
-            pieces = threads.call(reader.fetch, row_ids(shards.num_rows))
+    shards = open_version(access, name)
+    return fetch_rows(access, shards, row_ids(shards.num_rows), deadline)
+
+
+def fetch_rows(
+    access: Access, shards: ShardMap, row_ids: Ids, deadline: float | None = None
+) -> pa.RecordBatch:
+    """Rows of a version by number, in the order of the numbers.
+
+    Args:
+        deadline: monotonic seconds; None: that of ``access`` from now on.
+
+    Raises:
+        NodeUnavailableError, StaleVersionError: no node has them.
+    """
+    remaining_s = access.deadline_s if deadline is None else remaining_time_s(deadline)
+    with (
+        CallThreads() as threads,
+        Reader(
+            access.endpoint,
+            shards,
+            deadline_s=remaining_s or MIN_LOOKUP_S,
+            credentials=access.credentials,
+        ) as reader,
+    ):
+        pieces = threads.call(reader.fetch, row_ids)
     return join(pieces).to_batch()
+
+
+def open_version(
+    access: Access, name: str, fingerprint: str = "", *, with_log: bool = False
+) -> ShardMap:
+    """The shard map of a version.
+
+    Args:
+        fingerprint: of it; empty: the newest.
+        with_log: as it is known while the version loads; see `ShardMap`.
+
+    Raises:
+        DatasetNotFoundError, StaleVersionError, LoadError: there is no such version.
+        NotReadyError: it is loading; has the progress.
+    """
+    name = checked_name(name)
+    with CallThreads() as threads:
+        return threads.call(_read_shard_map, access, name, fingerprint, 0 if with_log else None)
 
 
 def checked_name(name: object) -> str:
@@ -49,6 +85,10 @@ def checked_name(name: object) -> str:
     return name
 
 
-def _read_shard_map(access: Access, name: str) -> ShardMap:
+def _read_shard_map(
+    access: Access, name: str, fingerprint: str, known_groups: int | None
+) -> ShardMap:
     with NodeConnection(access.endpoint, access.credentials) as connection:
-        return connection.read_shard_map(name, "", (), access.deadline_s)
+        return connection.read_shard_map(
+            name, fingerprint, (), access.deadline_s, known_groups=known_groups
+        )

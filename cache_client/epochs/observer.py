@@ -21,7 +21,7 @@ import numpy as np
 from cache_client.epochs.passes import Pass
 from cache_client.epochs.reports import ReaderIdentity, Reporter
 from cache_client.epochs.stats import NodeStats, ReadStats
-from cache_client.order.audit import AuditRecord
+from cache_client.order.audit_record import AuditRecord
 from cache_client.order.digests import Trail, Words
 from cache_client.reading.counts import (
     DEPTHS,
@@ -274,7 +274,8 @@ class Observer:
                     return None
                 rows = _rows_of(pass_, self._reader.rank) - trail.rows
                 trail.add(found[:, 0], found[:, 1], rows)
-            pass_.record = self._reader.record(watched.number, pass_, trail)
+            elapsed_s = (time.perf_counter_ns() - watched.begun_ns) / 1e9
+            pass_.record = self._reader.record(watched.number, pass_, trail, elapsed_s)
             return pass_.record
 
     def stats(self) -> ReadStats:

@@ -15,10 +15,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cache_client.epochs.cursor import Cursor
-from cache_client.order.audit import AuditRecord
+from cache_client.order.audit_record import AuditRecord
 from cache_client.order.digests import StepDigests
+from cache_client.order.due import Due
 from cache_client.order.order import EpochOrder, StepPlan, worker_steps
 from cache_client.order.states import OrderState, WorkerState, read_state
+from cache_client.order.view_text import view_differences
 from cache_protocol.errors import ConfigError, StaleVersionError
 
 
@@ -30,6 +32,7 @@ class Pass:
         handed_out: batches so far.
         ahead: batches that a wrapper holds and the training loop has not seen yet.
         ended: the iterator was asked for more batches than there are.
+        due_of: what its epoch owes; the first call takes a pass over the rows of some views.
         of_loader: workers make its batches, and a `CacheLoader` counts those it hands out.
         digests: of the steps that this process made.
         record: of the steps handed out, when it was last made.
@@ -48,6 +51,7 @@ class Pass:
     iterator: weakref.ref[Iterator[Any]] | None = None
     digests: StepDigests = field(default_factory=StepDigests)
     record: AuditRecord | None = None
+    due_of: Callable[[], Due] = Due
 
     @property
     def steps(self) -> range:
@@ -150,8 +154,22 @@ class Passes:
         self._fresh, self._gives_way = None, False
 
 
-def _with(view: str) -> str:
-    return f" and {view}" if view else ""
+def _what_differs(state: OrderState, expected: OrderState) -> str:
+    """Why a state of another dataset, version or view is refused; the cause first."""
+    both = (
+        f"the state is of dataset {state.dataset!r} with fingerprint {state.fingerprint}, this is "
+        f"{expected.dataset!r} with fingerprint {expected.fingerprint}"
+    )
+    versions = (each.fingerprint.partition("-")[0] for each in (state, expected))
+    if state.dataset != expected.dataset:
+        return f"the state is of another dataset: {both}"
+    differences = view_differences(state.view, expected.view, ignored=("changes",))
+    if differences:
+        return f"the state reads other rows: {differences}: {both}"
+    if len({*versions}) > 1:
+        return f"the state is of another version, the dataset was loaded again since: {both}"
+    texts = "".join(f", {each.view}" for each in (state, expected) if each.view)
+    return f"the state reads other rows: {both}{texts}"
 
 
 def checked_state(
@@ -180,11 +198,7 @@ def checked_state(
     except ValueError as error:
         raise ConfigError(f"bad state: {error}") from None
     if (state.dataset, state.fingerprint) != (expected.dataset, expected.fingerprint):
-        raise StaleVersionError(
-            f"the state is of dataset {state.dataset!r} with fingerprint {state.fingerprint}"
-            f"{_with(state.view)}, this is {expected.dataset!r} with fingerprint "
-            f"{expected.fingerprint}{_with(expected.view)}"
-        )
+        raise StaleVersionError(_what_differs(state, expected))
     for name in ("seed", "shuffle", "shuffle_block_size"):
         if getattr(state, name) != getattr(expected, name):
             raise ConfigError(

@@ -19,7 +19,7 @@ from cache_client.epochs.passes import Pass
 from cache_client.epochs.stats import ReadStats
 from cache_client.flight.connections import NodeConnection
 from cache_client.flight.shared_handle import ConnectionClosedError
-from cache_client.order.audit import AuditRecord
+from cache_client.order.audit_record import AuditRecord
 from cache_client.order.digests import Trail
 from cache_client.order.load_log import UNKNOWN_ROWS
 from cache_client.reading.background_task import CALL_TIMEOUT_S
@@ -55,7 +55,8 @@ class ReaderIdentity:
     Attributes:
         run: random name of one dataset object in one process.
         job: its name.
-        view: what it reads other than each row once, for people.
+        view: what it reads other than each row once, see `cache_client.order.view_text`.
+        shuffle: whether the job shuffles, and the block size.
     """
 
     run: str
@@ -65,9 +66,11 @@ class ReaderIdentity:
     rank: int
     world_size: int
     view: str = ""
+    shuffle: tuple[bool, int | None] = (False, None)
 
-    def record(self, number: int, pass_: Pass, trail: Trail) -> AuditRecord:
-        """The audit record of a pass."""
+    def record(self, number: int, pass_: Pass, trail: Trail, elapsed_s: float) -> AuditRecord:
+        """The audit record of a pass, which began so long ago."""
+        now = time.time()
         return AuditRecord(
             run=self.run,
             number=number,
@@ -87,6 +90,10 @@ class ReaderIdentity:
             skipped=pass_.order.skipped,
             groups=pass_.order.groups,
             view=self.view,
+            due=pass_.due_of(),
+            job_shuffle=self.shuffle,
+            begun_s=now - elapsed_s,
+            made_s=now,
             steps=trail.steps,
             rows=trail.rows,
             set_digest=trail.set_digest,

@@ -10,12 +10,13 @@ The digests find mistakes. They do not stop someone who forges a record.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Final, Literal
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Final, Literal
 
 import numpy as np
 
+from cache_client.order.audit_record import AuditRecord, Evidence
 from cache_client.order.digests import (
     WORD_MASK,
     Words,
@@ -25,131 +26,12 @@ from cache_client.order.digests import (
     total_of,
     weights,
 )
-from cache_client.order.order import EpochOrder, StepPlan, step_windows
+from cache_client.order.due import Shown
+from cache_client.order.order import step_windows
 from cache_client.order.permutation import Int64Array
-from cache_protocol.errors import ConfigError
-
-AuditMode = Literal["off", "reports", "states"]
-AUDIT_MODES: Final = ("off", "reports", "states")
-AUDIT_FORMAT: Final = 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class AuditRecord:
-    """What one rank was given in one pass over (the rest of) an epoch. Constant in size.
-
-    Attributes:
-        run: random name of the dataset object; ``number`` counts its passes.
-        rows_consumed: of the epoch, by all ranks, before the pass.
-        steps: that the training loop has taken.
-        rows: in these steps.
-        set_digest, order_digest: sums over the steps.
-        checkpoints: pairs of steps and the ``order_digest`` after them, evenly spread.
-        groups: as in `EpochOrder`; those that were known when the record was made.
-        view: what was read other than each row once, for people.
-    """
-
-    format: int = AUDIT_FORMAT
-    run: str
-    number: int
-    dataset: str
-    fingerprint: str
-    num_rows: int
-    seed: int
-    shuffle: bool
-    shuffle_block_size: int | None
-    epoch: int
-    rows_consumed: int
-    rank: int
-    world_size: int
-    batch_size: int
-    drop_last: bool
-    pad: bool
-    skipped: tuple[tuple[int, int], ...] = ()
-    groups: tuple[int, ...] = ()
-    view: str = ""
-    steps: int
-    rows: int
-    set_digest: int
-    order_digest: int
-    checkpoints: tuple[tuple[int, int], ...] = ()
-
-    @property
-    def plan(self) -> StepPlan:
-        """The steps of the pass."""
-        return StepPlan(
-            self.order.num_left,
-            self.world_size,
-            self.batch_size,
-            drop_last=self.drop_last,
-            pad=self.pad,
-            rows_consumed=self.rows_consumed,
-        )
-
-    @property
-    def order(self) -> EpochOrder:
-        """The order of the epoch."""
-        return EpochOrder(
-            self.num_rows,
-            shuffle=self.shuffle,
-            shuffle_block_size=self.shuffle_block_size,
-            seed=self.seed,
-            epoch=self.epoch,
-            skipped=self.skipped,
-            groups=self.groups,
-        )
-
-    @property
-    def reached(self) -> int:
-        """Rows of the epoch that all ranks together have consumed if each is where this one is."""
-        return self.plan.rows_consumed_after(min(self.steps, self.plan.num_steps))
-
-    def to_dict(self) -> dict[str, Any]:
-        """The record as JSON types."""
-        pairs = ("checkpoints", "skipped")
-        values = {**asdict(self), **{name: [*map(list, getattr(self, name))] for name in pairs}}
-        rare = {"groups": list(values.pop("groups")), "view": values.pop("view")}
-        return values | {name: value for name, value in rare.items() if value}
-
-    @classmethod
-    def from_dict(cls, mapping: Mapping[str, Any]) -> AuditRecord:
-        """Reads what `to_dict` wrote.
-
-        Raises:
-            ConfigError: it is no such record, or one of another format; quotes it.
-        """
-        try:
-            if mapping["format"] != AUDIT_FORMAT:
-                raise ValueError(f"format must be {AUDIT_FORMAT}, got {mapping['format']!r}")
-            mapping = {"groups": (), "view": "", **mapping}
-            values = {each.name: mapping[each.name] for each in fields(cls)}
-            values["checkpoints"] = tuple((int(a), int(b)) for a, b in values["checkpoints"])
-            values["skipped"] = tuple((int(a), int(b)) for a, b in values["skipped"])
-            values["groups"] = tuple(map(int, values["groups"]))
-            values["view"] = str(values["view"])
-            record = cls(**values)
-            record.plan, record.order  # noqa: B018  # checks the numbers
-        except (KeyError, TypeError, ValueError) as error:
-            raise ConfigError(f"bad audit record: {error!r}") from None
-        return record
-
-
-# -- verification ----------------------------------------------------------------------------------
+from cache_client.order.view_text import view_differences
 
 Outcome = Literal["proven", "open", "wrong"]
-
-
-@dataclass(frozen=True)
-class Evidence:
-    """A record, and when it was made.
-
-    Attributes:
-        begun_at, last_at: seconds; of the first and the last report. Equal for a state.
-    """
-
-    record: AuditRecord
-    begun_at: float = 0.0
-    last_at: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -157,17 +39,19 @@ class EpochAudit:
     """What the records prove about one reading of an epoch.
 
     Attributes:
-        outcome: ``proven``: each row was given once, as far as ``rows`` says; ``open``: nothing is
-            wrong, but records are missing; ``wrong``: ``findings`` name the first wrong step.
-        rows: proven, of ``num_rows``.
+        outcome: ``proven``: what ``statement`` says; ``open``: nothing is wrong, but not all can be
+            shown, and ``findings`` say why; ``wrong``: ``findings`` name the first wrong step.
+        rows: slots that were shown to be given once, of ``num_rows`` that the job has to give.
+        statement: exactly what was shown, for people.
         findings: sentences for people.
-        view: what was read other than each row once; empty: nothing else.
+        view: what was read other than each row once, see `cache_client.order.view_text`.
     """
 
     epoch: int
     outcome: Outcome
     rows: int
     num_rows: int
+    statement: str
     findings: tuple[str, ...]
     view: str = ""
 
@@ -191,8 +75,12 @@ def audit(evidence: Sequence[Evidence], *, seed: int | None = None) -> list[Epoc
     ]
 
 
+_OF_EARLIER_RELEASE: Final = (
+    "the records are of an earlier release: they do not say how often each row is due"
+)
 _SAME: Final = (
     *("dataset", "fingerprint", "num_rows", "groups", "seed", "shuffle", "shuffle_block_size"),
+    "job_shuffle",
 )
 
 
@@ -201,9 +89,10 @@ def _with_newest_groups(evidence: Sequence[Evidence]) -> list[Evidence]:
 
     Some were made when there were fewer. Groups that contradict the others stay as they are.
     """
-    newest = max((each.record for each in evidence), key=lambda record: len(record.groups))
+    newest = max((each.record for each in evidence), key=lambda r: (len(r.groups), r.ends))
+    news = {name: getattr(newest, name) for name in ("num_rows", "groups", "due")}
     return [
-        replace(each, record=replace(record, num_rows=newest.num_rows, groups=newest.groups))
+        replace(each, record=replace(record, **news))
         if record.groups
         and record.fingerprint == newest.fingerprint
         and record.groups == newest.groups[: len(record.groups)]
@@ -214,29 +103,59 @@ def _with_newest_groups(evidence: Sequence[Evidence]) -> list[Evidence]:
 
 
 def _audit_epoch(evidence: Sequence[Evidence], seed: int | None) -> Iterator[EpochAudit]:
+    kept, looks = _passes(evidence)
     reading = _Reading(evidence[0].record)
-    odd = list(_odd_ones(evidence, seed))
-    for group in _groups(evidence):
+    for group in _groups(kept):
         if reading.groups and group.rows_consumed == 0:
-            yield reading.result()
+            yield reading.result(seed)
             reading = _Reading(group.members[0].record)
-        reading.add(group)
-    reading.problems[:0] = odd
-    yield reading.result()
+        reading.add(group, looks)
+    yield reading.result(seed)
+
+
+def _passes(evidence: Sequence[Evidence]) -> tuple[list[Evidence], list[Evidence]]:
+    """The last record of each pass, and of these the looks at a first batch.
+
+    A look is a pass that was given up after a batch, before the same process began anew.
+    """
+    last: dict[tuple[str, int, int], Evidence] = {}
+    for each in evidence:
+        key = each.record.run, each.record.number, each.record.rank
+        if key not in last or last[key].record.steps <= each.record.steps:
+            last[key] = each
+    newest: dict[str, int] = {}
+    for run, number, _ in last:
+        newest[run] = max(number, newest.get(run, number))
+    kept: list[Evidence] = []
+    looks: list[Evidence] = []
+    for each in last.values():
+        record = each.record
+        is_look = record.steps <= 1 < record.plan.num_steps and record.number < newest[record.run]
+        (looks if is_look else kept).append(each)
+    return kept, looks
 
 
 def _odd_ones(evidence: Sequence[Evidence], seed: int | None) -> Iterator[str]:
     """Ranks that read in another order than most."""
     for name in _SAME:
-        values = Counter(getattr(each.record, name) for each in evidence)
+        records = [each.record for each in evidence]
+        if name == "job_shuffle":
+            records = [record for record in records if record.job_shuffle is not None]
+        values = Counter(getattr(record, name) for record in records)
+        if not values:
+            continue
         usual = seed if name == "seed" and seed is not None else values.most_common(1)[0][0]
         for value in values:
-            ranks = sorted({e.record.rank for e in evidence if getattr(e.record, name) == value})
-            if value != usual:
-                yield (
-                    f"{_ranks(ranks)} read with {name}={value!r} instead of {usual!r}: "
-                    "wrong from step 0 on"
-                )
+            if value == usual:
+                continue
+            odd = [record for record in records if getattr(record, name) == value]
+            how = f"{name}={value!r} instead of {usual!r}"
+            if name == "fingerprint":
+                others = [record for record in records if record.fingerprint == usual]
+                told = view_differences(odd[0].view, others[0].view, of="there", to="elsewhere")
+                how = f"another view: {told}" if told else how
+            ranks = sorted({record.rank for record in odd})
+            yield f"{_ranks(ranks)} read with {how}: wrong from step 0 on"
 
 
 @dataclass
@@ -267,11 +186,6 @@ def _groups(evidence: Sequence[Evidence]) -> list[_Group]:
     seen: dict[tuple[object, ...], list[Evidence]] = {}
     for each in sorted(evidence, key=lambda e: (e.begun_at, e.record.number)):
         record = each.record
-        if record.steps <= 1 < record.plan.num_steps and any(
-            other.record.run == record.run and other.record.number > record.number
-            for other in evidence
-        ):
-            continue  # a look at the first batch, of a pass that was given up
         key = (
             record.rows_consumed, record.world_size, record.batch_size,
             record.drop_last, record.pad, record.skipped,
@@ -291,86 +205,155 @@ class _Reading:
     def __init__(self, first: AuditRecord) -> None:
         self._first = first
         self.groups: list[_Group] = []
-        self.problems: list[str] = []
+        self._problems: list[str] = []
         self._gaps: list[str] = []
         self._notes: list[str] = []
-        self._reached = 0
+        self._reached = 0  # shown up to here
+        self._furthest = 0  # some rank was given rows up to here
+        self._dropped = self._again = 0  # at the end of the epoch, once it is reached
         self._set_digest: int | None = 0
 
-    def add(self, group: _Group) -> None:
+    def add(self, group: _Group, looks: Sequence[Evidence]) -> None:
+        """Adds the group that read next; ``looks`` are passes that were given up."""
         start = group.rows_consumed
-        shared = bool(self.groups) and bool(group.runs & self.groups[-1].runs)
+        own = self._reached_by(group.runs)  # None: none of these processes read before
         if start > self._reached:
             text = f"no record of positions {self._reached:,} to {start - 1:,}"
-            if shared:
-                self.problems.append(
-                    f"{text}: the pass before ended at row {self._reached:,}, and the next one "
-                    f"began at row {start:,}"
+            if own is not None and start > own:
+                self._problems.append(
+                    f"{text}: the pass before ended at row {own:,}, and the next one began at row "
+                    f"{start:,}, in the same process"
                 )
             else:
                 self._gaps.append(text)
             self._set_digest = None
-        elif start < self._reached:
+        elif start < self._furthest:
             text = (
-                f"the position of row {start:,} was loaded after row {self._reached:,} was reached"
+                f"the position of row {start:,} was loaded after row {self._furthest:,} was reached"
             )
             step = start // self.groups[-1].members[0].record.plan.rows_per_step
-            if shared:
-                self.problems.append(
+            if own is not None and start < self._reached:
+                self._problems.append(
                     f"a state was applied twice: {text}, in the same process; its rows were given "
                     f"again from step {step} of the epoch on"
                 )
             else:
-                self._notes.append(f"restarted from a checkpoint: {text}")
+                self._notes.append(
+                    f"restarted from a checkpoint: {text}; what was given after the checkpoint "
+                    "was undone, and is not counted"
+                )
             self._set_digest = None
-        self._reached = self._check(group, start)
+        looked = sorted({e.record.rank for e in looks if e.record.run in group.runs})
+        if looked and not self.groups:
+            self._notes.append(f"{_ranks(looked)} looked at a first batch before, not counted")
+        self._check(group, start)
         self.groups.append(group)
 
-    def _check(self, group: _Group, start: int) -> int:
-        """Checks the records of a group; returns how many rows of the epoch are proven then."""
+    def _reached_by(self, runs: set[str]) -> int | None:
+        """How far the processes of these runs read in the group before; None: in none."""
+        before = self.groups[-1].members if self.groups else []
+        records = [each.record for each in before if each.record.run in runs]
+        plans = [(each.plan, each.steps) for each in records]
+        return max(
+            (plan.rows_consumed_after(min(steps, plan.num_steps)) for plan, steps in plans),
+            default=None,
+        )
+
+    def _check(self, group: _Group, start: int) -> None:
+        """Checks the records of a group, and how far they show the epoch."""
         record = group.members[0].record
-        world = record.world_size
+        world, plan = record.world_size, record.plan
         times = Counter(each.record.rank for each in group.members)
         for rank, count in sorted(times.items()):
             if count > 1:
-                step = start // record.plan.rows_per_step
-                self.problems.append(
-                    f"{count} processes were rank {rank} of {world} at once: they were given the "
-                    f"same rows from step {step} of the epoch on"
-                )
+                self._name_repeated(group, rank, count, start // plan.rows_per_step)
         missing = sorted(set(range(world)) - times.keys())
         if missing:
             self._gaps.append(f"no record of {_ranks(missing)} of {world}")
-            self._set_digest = None
         for each in group.members:
-            self.problems += _wrong_steps(each.record)
-        steps = min(each.record.steps for each in group.members)
-        if {each.record.steps for each in group.members} != {steps}:
+            self._problems += _wrong_steps(each.record)
+        taken = [min(each.record.steps, plan.num_steps) for each in group.members]
+        steps = 0 if missing else min(taken)
+        if missing or len({*taken}) > 1:
             self._set_digest = None  # they are compared up to the step that all have taken
         if self._set_digest is not None:
             self._set_digest += sum(each.record.set_digest for each in group.members)
-        return (
-            start if missing else record.plan.rows_consumed_after(min(steps, record.plan.num_steps))
-        )
+        self._furthest = plan.rows_consumed_after(max(taken))
+        if missing:
+            self._reached = start
+            return
+        if not record.ends:
+            self._reached = min(start + steps * plan.rows_per_step, plan.num_rows)
+            return
+        self._reached = plan.rows_consumed_after(steps)
+        if steps < plan.num_steps or start == plan.num_rows > 0:
+            return  # the end is not reached, or was reached before
+        self._dropped = self._again = 0
+        stop = plan.rows_consumed + steps * plan.rows_per_step
+        if plan.drop_last:
+            self._dropped = plan.num_rows - stop
+        elif steps:
+            last = range(steps - 1, steps)
+            given = sum(plan.window(last, rank)[1][0] for rank in range(world))
+            self._again = given - (plan.num_rows - (stop - plan.rows_per_step))
 
-    def result(self) -> EpochAudit:
+    def _name_repeated(self, group: _Group, rank: int, count: int, step: int) -> None:
+        """Names a rank that several processes were, as far as their times tell."""
+        of = f"{rank} of {group.members[0].record.world_size}"
+        same = [each for each in group.members if each.record.rank == rank]
+        if any(each.last_at for each in same):
+            self._problems.append(
+                f"{count} processes were rank {of} at once: they were given the same rows from "
+                f"step {step} of the epoch on"
+            )
+        else:
+            self._gaps.append(
+                f"{count} processes were rank {of}, at once or one after the other: their records "
+                "have no times"
+            )
+
+    def result(self, seed: int | None) -> EpochAudit:
+        """What was shown.
+
+        Args:
+            seed: that the job should have used; None: that of most records.
+        """
         record = self.groups[-1].members[0].record if self.groups else self._first
-        num_rows = record.order.num_left
-        if self._set_digest is not None and self._reached == num_rows:
-            self._check_the_set(record)
-        outcome: Outcome = "wrong" if self.problems else "open" if self._gaps else "proven"
-        if num_rows < record.num_rows:
-            self._notes.append(f"skip_steps left out {record.num_rows - num_rows:,} more rows")
-        findings = [*self.problems, *self._gaps, *self._notes]
+        members = [each for group in self.groups for each in group.members]
+        problems = [*_odd_ones(members, seed), *self._problems]
+        num_left = record.order.num_left
+        is_whole = record.ends and self._reached == num_left
+        if self._set_digest is not None and is_whole:
+            problems += self._check_the_set(record)
+        dropped, again = (self._dropped, self._again) if is_whole else (0, 0)
+        of = record.due.of if record.due is not None and record.groups else None
+        slots = record.num_rows if of is None else of  # more than those of the known groups
+        shown = Shown(
+            slots=slots,
+            given=self._reached - dropped,
+            again=again,
+            dropped=dropped,
+            skipped=record.num_rows - num_left,
+        )
+        is_known = record.due is not None or not record.view
+        nothing = not shown.given and bool(shown.missing)
+        outcome: Outcome = "wrong" if problems else "open" if self._gaps or nothing else "proven"
+        notes = [*self._notes] if is_known else [*self._notes, _OF_EARLIER_RELEASE]
         return EpochAudit(
-            record.epoch, outcome, self._reached, num_rows, tuple(findings), record.view
+            record.epoch,
+            outcome,
+            shown.given,
+            slots - shown.skipped - dropped,
+            shown.stated(record.due),
+            (*problems, *self._gaps, *notes),
+            record.view,
         )
 
-    def _check_the_set(self, record: AuditRecord) -> None:
-        """Compares the sum of all ranks with that of all rows."""
+    def _check_the_set(self, record: AuditRecord) -> list[str]:
+        """Compares the sum of all ranks with that of all slots."""
         plan = record.plan
         if plan.num_steps == 0:
-            return
+            return []
         last = plan.num_steps - 1
         taken = np.concatenate(
             [plan.window(range(last, last + 1), rank)[0] for rank in range(record.world_size)]
@@ -386,11 +369,12 @@ class _Reading:
             expected -= digest(whole.row_ids(np.arange(first, end, dtype=np.int64)))
         expected += digest(row_ids(taken)) - digest(row_ids(np.arange(start, stop)))
         assert self._set_digest is not None
-        if (expected - self._set_digest) & WORD_MASK:
-            self.problems.append(
-                "the rows of all ranks together are not all rows, each once: their digest is "
-                f"{self._set_digest & WORD_MASK:016x}, not {expected & WORD_MASK:016x}"
-            )
+        if not (expected - self._set_digest) & WORD_MASK:
+            return []
+        return [
+            "the rows of all ranks together are not those that are due: their digest is "
+            f"{self._set_digest & WORD_MASK:016x}, not {expected & WORD_MASK:016x}"
+        ]
 
 
 def _wrong_steps(record: AuditRecord) -> list[str]:

@@ -83,3 +83,13 @@ class GroupLog:
         shard_of = np.searchsorted(self._starts, slots, side="right") - 1
         found: Int64Array = np.take(self._shifts, shard_of) + slots
         return found
+
+    def row_ids(self, slots: Int64Array) -> Int64Array:
+        """The row ids of slots in ``[0, num_rows)``, of a log whose groups are all known."""
+        pairs = (zip(each.shards, each.num_rows, strict=True) for each in self.groups)
+        sizes = dict(chain.from_iterable(pairs))
+        rows = [sizes.get(shard, 0) for shard in range(max(sizes, default=-1) + 1)]
+        firsts = np.cumsum([0, *rows], dtype=np.int64)
+        numbers = self.numbers_by_shard(slots)
+        found: Int64Array = np.take(firsts, numbers // ROWS_OF_A_SHARD) + numbers % ROWS_OF_A_SHARD
+        return found

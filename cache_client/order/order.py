@@ -394,36 +394,6 @@ def worker_steps(num_steps: int, worker: int, num_workers: int) -> range:
     return range(worker, num_steps, num_workers)
 
 
-def rows_of_step(
-    num_rows: int,
-    step: int,
-    *,
-    batch_size: int,
-    world_size: int = 1,
-    rank: int | None = None,
-    seed: int = 0,
-    epoch: int = 0,
-    shuffle: bool = False,
-    shuffle_block_size: int | None = None,
-    rows_consumed: int = 0,
-) -> list[tuple[int, int]]:
-    """Return pairs of rank and row id: the rows of one step, of one rank or of all.
-
-    Raises:
-        ValueError: an argument is out of range; quotes it.
-    """
-    plan = StepPlan(num_rows, world_size, batch_size, rows_consumed=rows_consumed)
-    order = EpochOrder(
-        num_rows, shuffle=shuffle, shuffle_block_size=shuffle_block_size, seed=seed, epoch=epoch
-    )
-    ranks = range(world_size) if rank is None else (rank,)
-    return [
-        (each, row_id)
-        for each in ranks
-        for row_id in order.row_ids(plan.window(range(step, step + 1), each)[0]).tolist()
-    ]
-
-
 def step_windows(steps: range, size: int) -> Iterator[range]:
     """Cut steps into runs of ``size``; the last one may be shorter."""
     return (steps[start : start + size] for start in range(0, len(steps), size))

@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing
 from dataclasses import replace
+from functools import cache, partial
 from multiprocessing.context import get_spawning_popen
 from typing import Any, Self
 
@@ -43,6 +44,7 @@ from cache_client.training.opened import Opened
 from cache_client.training.skipped_steps import skipped_runs, with_state
 from cache_client.training.windows import pass_batches
 from cache_client.view_options.options import View
+from cache_client.views.due import due_of
 from cache_client.views.view import SlotView
 from cache_protocol.errors import (
     CacheError,
@@ -296,7 +298,7 @@ class RankBatches(IterableDataset[Any]):
             epoch=epoch,
             shuffle=self.shuffle,
             shuffle_block_size=self._config.shuffle.shuffle_block_size,
-            view=self.view.text,
+            view=self._opened.view_text,
             rows_consumed=rows_consumed,
             skipped=tuple((at, *run) for at, runs in sorted(self._skipped.items()) for run in runs),
         )
@@ -484,8 +486,11 @@ class RankBatches(IterableDataset[Any]):
         pass_.epoch, pass_.plan = start.epoch, self._plan(start.offset, start.epoch)
         skipped = self._skipped.get(start.epoch, ())
         if self._loading is not None:
+            pass_.due_of = lambda: due_of(self._slots, start.epoch, 0)  # changes while it loads
             self._loading.tell(pass_)
         else:
+            num_rows = self._opened.shards.num_rows
+            pass_.due_of = cache(partial(due_of, self._slots, start.epoch, num_rows))
             pass_.order = self._config.shuffle.order(self._slots, start.epoch, skipped)
         return pass_
 

@@ -19,7 +19,7 @@ from cache_client.batches.null_rules import Nulls
 from cache_client.job.argument_names import names_explained
 from cache_client.job.arguments import BatchFormat
 from cache_client.job.connection import Connection
-from cache_client.order.audit import AuditMode
+from cache_client.order.audit_record import AuditMode
 from cache_client.order.states import OrderState, read_state
 from cache_client.training.base import RankBatches, is_epoch
 from cache_client.training.job_config import Reading, Version, checked_config, moved_arguments

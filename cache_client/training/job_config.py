@@ -23,7 +23,7 @@ from cache_client.job.arguments import (
 from cache_client.job.connection import Access, Connection, access_to
 from cache_client.job.parallel_groups import data_parallel_rank
 from cache_client.job.ranks import Rank, find_job, find_rank, is_of_one_process
-from cache_client.order.audit import AUDIT_MODES, AuditMode
+from cache_client.order.audit_record import AUDIT_MODES, AuditMode
 from cache_client.order.order import EpochOrder, StepPlan
 from cache_client.reading.window_sizes import MESSAGE_BYTES, WindowSizes
 from cache_client.view_options.options import View
@@ -82,7 +82,6 @@ class JobConfig:
         batch_size: rows of a rank in a full step.
         rank_is_given: by an argument, rather than found.
         copy: whether single columns get their own memory.
-        view_text, view_digest: of the whole view, also where a DataLoader worker has a part of it.
         others: as the arguments of `CacheIterableDataset`.
     """
 
@@ -109,8 +108,6 @@ class JobConfig:
     job: str
     audit: AuditMode
     skip_steps: Mapping[int, Iterable[int]] | None
-    view_text: str
-    view_digest: str
 
     @property
     def rows_per_step(self) -> int:
@@ -245,8 +242,6 @@ def checked_config(
         job=found_job,
         audit=audit,
         skip_steps=skip_steps,
-        view_text=asked.text,
-        view_digest=asked.digest,
     )
 
 

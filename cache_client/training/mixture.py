@@ -6,7 +6,6 @@ Checks the arguments, and joins the sources: their views to one, their readers t
 
 from __future__ import annotations
 
-import hashlib
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +18,7 @@ from cache_client.job.arguments import BatchFormat, integer_or_problem
 from cache_client.order.order import EpochOrder
 from cache_client.order.permutation import checked_integer
 from cache_client.order.states import read_state
+from cache_client.order.view_text import view_text
 from cache_client.reading.joined_reader import JoinedSource
 from cache_client.reading.rows import Rows
 from cache_client.reading.source import Source
@@ -41,6 +41,7 @@ from cache_client.views.mixing import (
 from cache_client.views.mixture_view import MixedSource, MixtureView
 from cache_client.views.patterns import whole_weights
 from cache_client.views.view import Samples, Shuffle
+from cache_protocol.datasets.dataset_names import joined
 from cache_protocol.datasets.values import is_text
 from cache_protocol.errors import ConfigError, checked
 from cache_protocol.storage.flat_columns import nodes
@@ -148,8 +149,6 @@ class CacheMixture(RankBatches):
             first.config,
             name=", ".join(datasets),
             view=View(),
-            view_text="",
-            view_digest="",  # the fingerprint tells the views of sources apart
             shuffle=Shuffle(any(dataset.shuffle for dataset in datasets.values()), None, seed),
             rank_is_given=all(dataset.config.rank_is_given for dataset in datasets.values()),
             skip_steps=skip_steps,
@@ -165,7 +164,9 @@ class CacheMixture(RankBatches):
             draw=draw,
             seed=operator.index(seed),
         )
-        super().__init__(config, _joined(datasets, config, self._planned, source_column))
+        self._told = {f"source {name}": _told(dataset) for name, dataset in datasets.items()}
+        text = self._text(self._planned)
+        super().__init__(config, _joined(datasets, config, self._planned, source_column, text))
 
     # -- properties ----------------------------------------------------------------------------
 
@@ -212,16 +213,20 @@ class CacheMixture(RankBatches):
 
     def state_dict(self, *, steps: int | None = None) -> dict[str, Any]:
         """As `CacheIterableDataset.state_dict`, with a few numbers for each change of weights."""
-        mixing = self._mixing
         return {
             **super().state_dict(steps=steps),
-            "mixture": MixtureState(
-                self._schedule,
-                self._steps,
-                mixing.stop if isinstance(mixing.stop, int) else None,
-                mixing.changes,
-            ).to_dict(),
+            "mixture": self._mixture_state(self._mixing).to_dict(),
         }
+
+    def _mixture_state(self, mixing: Mixing) -> MixtureState:
+        slots = mixing.stop if isinstance(mixing.stop, int) else None
+        return MixtureState(self._schedule, self._steps, slots, mixing.changes)
+
+    def _text(self, mixing: Mixing) -> str:
+        """What is read, for states and reports."""
+        changes = self._mixture_state(mixing).to_dict()["changes"]
+        how = {name: getattr(mixing, name) for name in ("draw", "seed", "stop")}
+        return view_text({**self._told, **how, "changes": changes})
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """As `CacheIterableDataset.load_state_dict`; other weights count from the position on.
@@ -245,7 +250,11 @@ class CacheMixture(RankBatches):
                 "iterator and loader before load_state_dict"
             )
         view = replace(self._mixture_view, mixing=mixing)
-        self._opened = replace(before, job_view=replace(before.job_view, view=view))
+        self._opened = replace(
+            before,
+            job_view=replace(before.job_view, view=view),
+            view_text=self._text(mixing),
+        )
         try:
             super().load_state_dict(rest)
         except BaseException:
@@ -289,6 +298,7 @@ def _joined(
     config: JobConfig,
     planned: Mixing,
     source_column: str | None,
+    text: str,
 ) -> Opened:
     """What the sources read, as one."""
     first = next(iter(datasets.values())).opened
@@ -302,20 +312,21 @@ def _joined(
         planned,
     )
     versions = [dataset.opened.name for dataset in datasets.values()]
-    named = "+".join(versions)
+    named = joined(versions)
     sources = [dataset.opened.source for dataset in datasets.values()]
     source = JoinedSource(cast("list[Source]", sources))
     assembler = _NamedSources(
         first.job_view.assembler, tuple(datasets), source_column, config.batch_format
     )
     return Opened(
-        named if len(named) <= _MAX_NAME else f"{versions[0]}+{len(versions) - 1}",
-        hashlib.sha256(view.identity.encode()).hexdigest()[:32],
+        named if len(named) <= _MAX_NAME else joined((versions[0], str(len(versions) - 1))),
+        view.fingerprint,
         source,
         replace(first.job_view, view=view, assembler=assembler),
         _layout(datasets),
         config.window_sizes(source.shards, view.rows_per_slot),
         tuple(dict.fromkeys(n for each in datasets.values() for n in each.opened.nodes)),
+        text,
     )
 
 
@@ -324,6 +335,19 @@ def _layout(datasets: Mapping[str, CacheIterableDataset]) -> Layout:
     first, *others = [dataset.opened.layout for dataset in datasets.values()]
     names = {name for each in (first, *others) for name in each.nulls.units}
     return first.with_nulls(names & {n for node in nodes(first.tree) for n in node.null_units})
+
+
+def _told(dataset: CacheIterableDataset) -> dict[str, Any]:
+    """What is read of a source, and in which order."""
+    how, version = dataset.config.shuffle, dataset.opened.shards
+    return {
+        "dataset": version.dataset,
+        "fingerprint": version.fingerprint,
+        "shuffle": how.shuffle,
+        "shuffle_block_size": how.shuffle_block_size,
+        "seed": how.seed,
+        "view": dataset.view.given(),
+    }
 
 
 @dataclass(frozen=True)

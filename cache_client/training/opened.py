@@ -14,6 +14,7 @@ from cache_client.epochs.reports import ReaderIdentity, Reporter
 from cache_client.flight.routing import NodeRef, ShardMap
 from cache_client.job.ranks import TrainingProcess, find_process, is_of_one_process
 from cache_client.order.permutation import Int64Array
+from cache_client.order.view_text import view_digest
 from cache_client.reading.counts import ReadCounts, SharedCounts
 from cache_client.reading.per_process import PerProcess
 from cache_client.reading.rows import Rows
@@ -25,7 +26,7 @@ from cache_client.training.job_config import JobConfig
 from cache_client.view_options.columns import VersionNodes
 from cache_client.view_options.job_view import JobView
 from cache_client.view_options.open_view import make_view, read_shard_map
-from cache_client.views.view import LoggedView, PlainView, SlotView
+from cache_client.views.view import LoggedView, PlainView, SlotView, view_fingerprint
 from cache_protocol.storage.layout import Layout
 from cache_protocol.v1 import cache_pb2 as pb
 
@@ -88,6 +89,7 @@ class Opened:
         layout: of the rows.
         sizes: of windows and messages.
         nodes: every node that holds rows.
+        view_text: what is read other than each row once, see `cache_client.order.view_text`.
         observer: watches the passes of a process; reports are of one version.
     """
 
@@ -98,6 +100,7 @@ class Opened:
     layout: Layout
     sizes: WindowSizes
     nodes: tuple[NodeRef, ...]
+    view_text: str
     observer: PerProcess[Observer] = field(default_factory=PerProcess, compare=False)
 
     @property
@@ -154,7 +157,8 @@ class Opened:
             fingerprint=self.fingerprint,
             rank=rank,
             world_size=config.rank.world_size,
-            view=config.view_text,
+            view=self.view_text,
+            shuffle=(config.shuffle.shuffle, config.shuffle.shuffle_block_size),
         )
         places = [node.location for node in nodes]
         first = rank % len(places) if places else 0
@@ -164,7 +168,10 @@ class Opened:
             tuple(locations),
             config.access.credentials,
             standing=_standing(
-                config, _short(skipped), find_process(config.job, in_worker=in_worker)
+                config,
+                self.view_text,
+                _short(skipped),
+                find_process(config.job, in_worker=in_worker),
             ),
             is_shared=is_shared,
         )
@@ -183,7 +190,9 @@ def _say_how_to_name_a_job(world_size: int) -> None:
         )
 
 
-def _standing(config: JobConfig, skipped: str, process: TrainingProcess) -> pb.ReaderReport:
+def _standing(
+    config: JobConfig, view: str, skipped: str, process: TrainingProcess
+) -> pb.ReaderReport:
     """What each report says: who reads, and by which terms, on which all ranks must agree."""
     shuffle = config.shuffle
     order = {
@@ -194,8 +203,8 @@ def _standing(config: JobConfig, skipped: str, process: TrainingProcess) -> pb.R
         "skip_steps": skipped,
     }
     return pb.ReaderReport(
-        view=_printable(config.view_text),
-        view_digest=config.view_digest,
+        view=_printable(view),
+        view_digest=view_digest(view),
         seed=_short(str(shuffle.seed)),
         batch_size=config.batch_size,
         order=", ".join(f"{name}={value}" for name, value in order.items()),
@@ -287,13 +296,13 @@ def _opened(config: JobConfig, source: Source, job_view: JobView) -> Opened:
     shards, identity = source.shards, job_view.identity
     layout = shards.layout if job_view.lookups is None else job_view.lookups.layout
     job_view.column_names(config.converter(layout).names, pad_mask=config.pad_mask)
-    digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
     return Opened(
         shards.dataset,
-        f"{shards.fingerprint}-{digest}" if identity else shards.fingerprint,
+        view_fingerprint(shards.fingerprint, identity),
         source,
         job_view,
         layout,
         config.window_sizes(shards, job_view.view.rows_per_slot),
         shards.nodes,
+        config.view.text,
     )

@@ -23,6 +23,7 @@ from cache_client.training.first_epoch import LoadingSource
 from cache_client.training.job_config import JobConfig
 from cache_client.training.opened import Opened, RowReader
 from cache_client.view_options.job_view import Assemble, JobView
+from cache_client.views.due import samples_of
 from cache_client.views.view import Samples
 from cache_protocol.errors import NodeUnavailableError
 
@@ -101,10 +102,8 @@ def ask_for_window(
             if not window:
                 none = Window([], Samples(np.empty(0, np.int64)), [], None, ended=ended)
                 return lambda: none
-        positions, sizes = pass_.plan.window(window, rank)
-        slots = pass_.order.row_ids(positions)
+        slots, sizes, samples = samples_of(view, pass_.plan, pass_.order, window, rank)
         digests = step_digests(slots, sizes) if audits else None
-        samples = view.samples(slots, pass_.epoch).shared(sizes)
         wait = request(samples.row_ids)
 
     def receive() -> Window:

@@ -6,7 +6,6 @@ excludes, in one place; `View` reads them. It asks no node.
 
 from __future__ import annotations
 
-import hashlib
 import math
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +17,7 @@ import numpy.typing as npt
 
 from cache_client.job.argument_names import names_explained
 from cache_client.job.arguments import are_names, flag_problems, integer_problem
+from cache_client.order.view_text import view_text
 from cache_client.view_options.lookups import MAX_BUCKETS, Frequent, Join, Rule, Vocabulary
 from cache_client.views.packing import PACK_OUTPUTS, PackOutput
 from cache_client.views.splits import MOST_FOLDS, as_fraction, is_whole
@@ -27,7 +27,6 @@ from cache_protocol.errors import ConfigError
 _MAX_EPOCH_ROWS: Final = 2**31
 _MAX_LENGTH: Final = 2**31 - 1
 _MAX_TOKEN: Final = 2**63 - 1
-_MAX_SHORT: Final = 500
 _GIVE_ONE: Final = "give one of them"
 _ALL_ROWS: Final = "a group has all its rows"
 _NO_OTHER_COLUMN: Final = "a batch has no other column"
@@ -348,16 +347,8 @@ class View:
 
     @property
     def text(self) -> str:
-        """The view for states and reports, whose size is bounded; "" for the plain read."""
-        text = repr(self) if self.given() else ""
-        return text if len(text) <= _MAX_SHORT else f"{text[:_MAX_SHORT]}..."
-
-    @property
-    def digest(self) -> str:
-        """A short text that tells views apart, also long ones; "" for the plain read."""
-        given = self.given()
-        text = ", ".join(f"{name}={_whole(value)}" for name, value in given.items())
-        return hashlib.sha256(text.encode()).hexdigest()[:16] if given else ""
+        """The view for states and reports, as JSON of bounded size; "" for the plain read."""
+        return view_text(self.given())
 
     def problems_with(self, *, batch_format: object, stacks: bool) -> list[str]:
         """Why a job cannot read this view; each option is quoted.
@@ -402,19 +393,6 @@ def _is(one: object, other: object) -> bool:
     if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
         return bool(np.array_equal(np.asarray(one), np.asarray(other)))
     return type(one) is type(other) and bool(one == other)
-
-
-def _whole(value: object) -> str:
-    """An option, with all of its values."""
-    if isinstance(value, list | tuple) and all(isinstance(each, int) for each in value):
-        value = np.asarray(value)
-    if isinstance(value, np.ndarray):
-        return hashlib.sha256(value.astype(np.int64).tobytes()).hexdigest()
-    if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{key!r}: {_whole(each)}' for key, each in value.items())}}}"
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_whole, value))}]"
-    return f"{value!r} {getattr(value, 'digest', '')}"
 
 
 def _shown(value: object) -> str:

@@ -96,6 +96,11 @@ class MixtureView:
         return f"mixture, keyed sources, {mixing.draw}{seed} {stop}: {sources}"
 
     @property
+    def fingerprint(self) -> str:
+        """Of the sources, and how they are drawn."""
+        return hashlib.sha256(self.identity.encode()).hexdigest()[:32]
+
+    @property
     def num_bytes(self) -> int:
         """Memory of its tables and of those of the sources."""
         return self.mixing.num_bytes + sum(source.view.num_bytes for source in self.keyed_sources)

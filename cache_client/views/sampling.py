@@ -122,10 +122,14 @@ class BalancedView:
     def _cycles(self) -> int:
         return self.epoch_rows // self.num_classes if self.num_classes else 0
 
+    def first_cycle(self, epoch: int) -> int:
+        """The runs of all classes that the epochs before have given."""
+        return epoch * self._cycles % _MOST_CYCLES
+
     def samples(self, slots: Int64Array, epoch: int) -> Samples:
         """The rows of slots."""
         cycles, classes = np.divmod(slots, max(self.num_classes, 1))
-        cycles += epoch * self._cycles % _MOST_CYCLES
+        cycles += self.first_cycle(epoch)
         if self.shuffle.shuffle and len(slots):
             order = Permutation(
                 self.num_classes, seed=self.shuffle.seed, epoch=0, stream=_STREAM_CLASSES

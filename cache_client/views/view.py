@@ -10,6 +10,7 @@ nor tensors, and does no I/O.
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
@@ -227,6 +228,12 @@ def epoch_order(
     )
 
 
+def view_fingerprint(version: str, identity: str) -> str:
+    """The fingerprint of what a job reads: of a version, and of a view by its identity."""
+    digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
+    return f"{version}-{digest}" if identity else version
+
+
 def joined_ranges(starts: Int64Array, lengths: Int64Array) -> Int64Array:
     """The integers of half-open ranges, one range after the other."""
     before = lengths.cumsum() - lengths
@@ -315,9 +322,11 @@ class LoggedView:
 
     Args:
         log: as far as it is known.
+        has_row_ids: all groups are known, and rows have their row ids; else numbers by shard.
     """
 
     log: GroupLog
+    has_row_ids: bool = False
     num_bytes: int = 0
     orders_rows: bool = False
     epochs: Epochs = "same rows"
@@ -334,4 +343,5 @@ class LoggedView:
 
     def samples(self, slots: Int64Array, epoch: int) -> Samples:
         """The rows of slots of known groups."""
-        return Samples(self.log.numbers_by_shard(slots))
+        log = self.log
+        return Samples(log.row_ids(slots) if self.has_row_ids else log.numbers_by_shard(slots))

@@ -12,6 +12,8 @@ from cache_protocol.datasets.dataset_names import (
     DEFAULT_NAMESPACE,
     EVERY_NAMESPACE,
     full_name,
+    joined,
+    names_in,
     namespace_of,
 )
 from cache_protocol.errors import PermissionDeniedError
@@ -52,13 +54,16 @@ class Viewer:
     sees_all: bool = True
 
     def resolve(self, name: str) -> str:
-        """The name inside the cache."""
-        return full_name(name, self.namespace)
+        """The name inside the cache; of a mixture, those of its sources."""
+        return joined(full_name(each, self.namespace) for each in names_in(name))
 
     def shown(self, full: str) -> str:
         """What this viewer calls a dataset: `resolve` makes the same name of it."""
-        own = namespace_of(full) == self.namespace
-        return full.rpartition("/")[2] if own else f"{namespace_of(full)}/{full.rpartition('/')[2]}"
+        return joined(
+            bare if namespace == self.namespace else f"{namespace}/{bare}"
+            for each in names_in(full)
+            for namespace, bare in [(namespace_of(each), each.rpartition("/")[2])]
+        )
 
     def can_read(self, full: str, readers: Collection[str]) -> bool:
         """Whether it may read a dataset.

@@ -126,11 +126,13 @@ class Job:
         self._verdict, self._verdict_at = judge(self._live), now
         self._fingerprint, self._world_size = "", 0
         self._disagreements = Disagreements()
+        self._view, self._view_digest = "", ""
 
     def apply(self, report: pb.ReaderReport, now: float) -> list[tuple[int, str]]:
         """Takes a report; returns the readers that were forgotten, by rank and run."""
         self.last_at = now
         self._fingerprint, self._world_size = report.fingerprint, report.world_size
+        self._view, self._view_digest = report.view, report.view_digest
         reader = self.readers.get((report.rank, report.run))
         if reader is None:
             reader = self._begin(report.rank, report.run, now)
@@ -256,6 +258,8 @@ class Job:
         shown = self._live if is_live else self._ended
         info = pb.JobInfo(
             fingerprint=self._fingerprint,
+            view=self._view,
+            view_digest=self._view_digest,
             live=is_live,
             world_size=self._world_size,
             num_ranks=shown.num_ranks,

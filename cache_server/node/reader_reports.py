@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Final
 
+from cache_protocol.datasets.dataset_names import names_in
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.auth.principals import Principal, Viewer
 from cache_server.jobs.reports import WaitingReports, checked_report, owner_of
@@ -23,7 +24,8 @@ class ReaderReports:
     """Takes the reports of readers for the next heartbeat. Thread-safe.
 
     Args:
-        require_seen: raises if a dataset does not exist for a viewer. Its answer holds for 30 s.
+        require_seen: raises if a dataset does not exist for a viewer. Of a mixture, it is asked for
+            each source. Its answer holds for 30 s.
         clock: monotonic seconds.
     """
 
@@ -62,7 +64,11 @@ class ReaderReports:
                 return told
             is_known = self._rights.get((by.viewer, report.dataset), now) > now
         if not is_known:
-            self._require_seen(asked, by.viewer)
+            first, *others = names_in(asked)
+            if others and others[-1].isdigit():  # how many sources have no room
+                others.pop()
+            for name in (first, *others):
+                self._require_seen(name, by.viewer)
             with self._lock:
                 self._rights.pop((by.viewer, report.dataset), None)
                 self._rights[by.viewer, report.dataset] = now + _RIGHT_S

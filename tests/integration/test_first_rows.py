@@ -13,7 +13,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from cache_client import CacheClient, CacheIterableDataset, CacheMixture, Connection, DatasetSpec
-from cache_client.order import audit
+from cache_client.cli import step_rows
+from cache_client.job.connection import access_to
+from cache_client.order import audit, audit_record
 from cache_client.order import order as ordering
 from cache_protocol.errors import ConfigError, LengthUnknownError, LoadError, StaleVersionError
 from cache_protocol.v1 import cache_pb2 as pb
@@ -158,12 +160,14 @@ def test_ranks_that_begin_at_different_times_read_what_the_log_says(table: Loade
     assert joined(steps) == expected
     assert sorted(expected) == [*range(FILES * ROWS)]
     assert len(first) == len(second) == FILES * ROWS // 16
-    records = [audit.AuditRecord.from_dict(rank.state_dict()["audit"]) for rank in (first, second)]
-    assert [(each.outcome, each.rows) for each in audit.audit([*map(audit.Evidence, records)])] == [
-        ("proven", FILES * ROWS)
+    records = [
+        audit_record.AuditRecord.from_dict(rank.state_dict()["audit"]) for rank in (first, second)
     ]
-    begin = audit.AuditRecord.from_dict(state["audit"])  # of when fewer groups were known
-    (found,) = audit.audit([*map(audit.Evidence, (begin, records[1]))])
+    assert [
+        (each.outcome, each.rows) for each in audit.audit([*map(audit_record.Evidence, records)])
+    ] == [("proven", FILES * ROWS)]
+    begin = audit_record.AuditRecord.from_dict(state["audit"])  # of when fewer groups were known
+    (found,) = audit.audit([*map(audit_record.Evidence, (begin, records[1]))])
     assert (found.outcome, found.rows) == ("proven", 32)
 
     # Resumed as another number of ranks, and by workers.
@@ -199,8 +203,15 @@ def test_workers_read_the_same_and_go_on_to_the_next_epoch(table: LoadedInSteps)
     assert rows == table.rows_of_the_log()
     state = dataset.state_dict()
     assert (state["epoch"], state["rows_consumed"]) == (1, 0)
-    (found,) = audit.audit([audit.Evidence(audit.AuditRecord.from_dict(state["audit"]))])
+    (found,) = audit.audit(
+        [audit_record.Evidence(audit_record.AuditRecord.from_dict(state["audit"]))]
+    )
     assert (found.outcome, found.rows) == ("proven", FILES * ROWS)
+    asked = step_rows.question_of(
+        audit_record.AuditRecord.from_dict(state["audit"]), step=2, rank=0
+    )
+    shown = step_rows.step_rows(access_to(dataset.endpoint), asked)[1]
+    assert [row.values["row"] for row in shown] == rows[14:21]
     dataset.set_epoch(1)
     assert sorted(rows_of(loader)) == [*range(FILES * ROWS)]
     dataset.set_epoch(0)

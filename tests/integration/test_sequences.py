@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from cache_client import CacheClient, CacheIterableDataset, CacheMixture, ConfigError, DatasetSpec
-from cache_client.order import audit
+from cache_client.order import audit, audit_record
 from cache_client.order import order as ordering
 from cache_server import LocalCluster
 from tests.job_arguments import grouped
@@ -267,7 +267,10 @@ def test_an_audit_knows_the_order_of_packed_sequences(cluster: LocalCluster, nam
         assert len(list(each)) == len(each)
         states.append(each.state_dict())
     (found,) = audit.audit(
-        [audit.Evidence(audit.AuditRecord.from_dict(state["audit"])) for state in states]
+        [
+            audit_record.Evidence(audit_record.AuditRecord.from_dict(state["audit"]))
+            for state in states
+        ]
     )
     assert (found.outcome, found.rows) == ("proven", found.num_rows), found
 

@@ -2166,10 +2166,10 @@ class ReaderReport(google.protobuf.message.Message):
     principal: builtins.str
     view: builtins.str
     """What the ranks of a job must agree on, beside world_size and fingerprint.
-    text of the view, cut; empty: each row once
+    JSON: what is read other than each row once; empty: nothing else
     """
     view_digest: builtins.str
-    """of the whole view; empty: each row once"""
+    """of it; equal where two readers read the same"""
     seed: builtins.str
     """of the order; empty: the reader is of an earlier release"""
     batch_size: builtins.int
@@ -2366,6 +2366,8 @@ class JobInfo(google.protobuf.message.Message):
     NUM_RANKS_FIELD_NUMBER: builtins.int
     RANKS_DISAGREE_FIELD_NUMBER: builtins.int
     END_FIELD_NUMBER: builtins.int
+    VIEW_FIELD_NUMBER: builtins.int
+    VIEW_DIGEST_FIELD_NUMBER: builtins.int
     name: builtins.str
     """NAMESPACE/NAME for a caller of another namespace"""
     dataset: builtins.str
@@ -2392,6 +2394,9 @@ class JobInfo(google.protobuf.message.Message):
     """they read wrong rows; the verdict says why"""
     end: Global___PassEnd.ValueType
     """of a job that is not live; unspecified: a rank fell silent inside a pass"""
+    view: builtins.str
+    """as in the last report"""
+    view_digest: builtins.str
     @property
     def ranks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___RankInfo]:
         """those that wait most, by rank"""
@@ -2428,8 +2433,10 @@ class JobInfo(google.protobuf.message.Message):
         num_ranks: builtins.int = ...,
         ranks_disagree: builtins.bool = ...,
         end: Global___PassEnd.ValueType = ...,
+        view: builtins.str = ...,
+        view_digest: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["audits", b"audits", "dataset", b"dataset", "end", b"end", "epoch", b"epoch", "fingerprint", b"fingerprint", "history", b"history", "live", b"live", "local_share", b"local_share", "name", b"name", "namespace", b"namespace", "nodes", b"nodes", "num_ranks", b"num_ranks", "num_steps", b"num_steps", "ranks", b"ranks", "ranks_disagree", b"ranks_disagree", "rows_per_s", b"rows_per_s", "step", b"step", "verdict", b"verdict", "verdict_s", b"verdict_s", "wait_share", b"wait_share", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["audits", b"audits", "dataset", b"dataset", "end", b"end", "epoch", b"epoch", "fingerprint", b"fingerprint", "history", b"history", "live", b"live", "local_share", b"local_share", "name", b"name", "namespace", b"namespace", "nodes", b"nodes", "num_ranks", b"num_ranks", "num_steps", b"num_steps", "ranks", b"ranks", "ranks_disagree", b"ranks_disagree", "rows_per_s", b"rows_per_s", "step", b"step", "verdict", b"verdict", "verdict_s", b"verdict_s", "view", b"view", "view_digest", b"view_digest", "wait_share", b"wait_share", "world_size", b"world_size"]) -> None: ...
 
 Global___JobInfo: typing_extensions.TypeAlias = JobInfo
 

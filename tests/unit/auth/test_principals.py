@@ -31,6 +31,12 @@ def test_every_viewer_finds_a_dataset_again_by_the_name_that_it_is_shown(
         assert viewer.resolve(viewer.shown(full)) == full
 
 
+def test_a_mixture_has_the_names_of_its_sources() -> None:
+    assert TEAM_A.resolve("t+default/u+team-b/v") == "team-a/t+u+team-b/v"
+    assert TEAM_A.shown("team-a/t+u+team-b/v") == "t+default/u+team-b/v"
+    assert Viewer().resolve("t+12") == "t+12"
+
+
 def test_a_dataset_is_read_by_its_namespace_its_readers_and_who_sees_all() -> None:
     assert namespace_of("team-a/t") == "team-a" and namespace_of("t") == "default"
     for readers, others in (((), False), (("team-b",), True), (("*",), True), (("c",), False)):

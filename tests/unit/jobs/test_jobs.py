@@ -65,6 +65,15 @@ def test_rates_and_shares_are_those_between_two_reports(jobs: Jobs, clock: Clock
     assert len(job.history) == 2
 
 
+def test_a_job_has_the_view_of_its_last_report(jobs: Jobs) -> None:
+    jobs.apply([report(0, view='{"where":"a > 1"}', view_digest="d1"), report(1)])
+    jobs.apply([report(0, view='{"where":"a > 1"}', view_digest="d1")])
+
+    (job,) = jobs.jobs()
+
+    assert (job.view, job.view_digest) == ('{"where":"a > 1"}', "d1")
+
+
 def test_a_reader_without_reports_stops_and_its_job_is_forgotten_after_an_hour(
     jobs: Jobs, clock: Clock
 ) -> None:
@@ -284,6 +293,7 @@ def test_the_history_spans_an_hour_in_a_bounded_number_of_samples() -> None:
         ({"audit": "x" * 40_000}, "at most 16384 bytes"),
         ({"waited_s": 1e16}, "waited_s=1e\\+16"),
         ({"nodes": [pb.NodeReads(node_id="a")] * 65}, "at most 64 nodes, got 65"),
+        ({"view": "x" * 4097}, "view of a report has at most 4096 characters"),
         ({"nodes": [pb.NodeReads(node_id="\x1b")]}, "bad node_id"),
         ({"nodes": [pb.NodeReads(node_id="a", rows=2**60)]}, "rows=11529"),
     ],

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
 from cache_client.epochs import passes as epochs_passes
-from cache_client.order import order
-from cache_protocol.errors import ConfigError
+from cache_client.order import order, states
+from cache_protocol.errors import ConfigError, StaleVersionError
 
 
 class Reading:
@@ -133,3 +134,35 @@ def test_after_an_epoch_is_set_again_the_next_pass_takes_over() -> None:
     passes.give_way()
     assert position(passes) is None
     assert look.iterator is not None
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        (
+            {"dataset": "other"},
+            "^the state is of another dataset: .* 'other' with fingerprint v1-a",
+        ),
+        (
+            {"view": '{"where":"a > 1"}'},
+            "^the state reads other rows: where is 'a > 1' in the state",
+        ),
+        (
+            {"view": '{"changes":[],"source a":{"seed":1}}'},
+            "other rows: source a is {'seed': 1} in the state and not given here: the state is of",
+        ),
+        ({"fingerprint": "v2-a"}, "another version, the dataset was loaded again since: .*v2-a"),
+        ({"view": "View(where='a')"}, "^the state reads other rows: .*, View"),
+        ({}, "^the state reads other rows: the state is of dataset"),
+    ],
+)
+def test_a_refused_state_says_first_what_differs(changes: dict[str, str], text: str) -> None:
+    here = states.OrderState(
+        dataset="t", fingerprint="v1-b", seed=0, epoch=0, shuffle=True, shuffle_block_size=None,
+        rows_consumed=0,
+    )  # fmt: skip
+    saved = replace(here, **{"fingerprint": "v1-a", **changes})
+    with pytest.raises(StaleVersionError, match=text):
+        epochs_passes.checked_state(
+            saved.to_dict(), expected=here, num_rows=lambda _: 9, rows_per_step=1, num_workers=0
+        )

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cache_client.order import audit, digests
+from cache_client.order import audit, audit_record, digests, due
 from cache_client.order import order as ordering
 from cache_protocol.errors import ConfigError
 
@@ -28,7 +28,7 @@ def record(
     epoch: int = 0,
     drop_last: bool = False,
     pad: bool = False,
-) -> audit.AuditRecord:
+) -> audit_record.AuditRecord:
     """What a rank records that is given these steps, one after the other; default: all."""
     plan = ordering.StepPlan(
         ROWS, world_size, BATCH, drop_last=drop_last, pad=pad, rows_consumed=start
@@ -38,7 +38,7 @@ def record(
     for step in range(plan.num_steps) if steps is None else steps:
         positions, sizes = plan.window(range(step, step + 1), rank)
         trail.add(*digests.step_digests(order.row_ids(positions), sizes), sum(sizes))
-    return audit.AuditRecord(
+    return audit_record.AuditRecord(
         run=run or f"run-{rank}",
         number=number,
         dataset="t",
@@ -54,6 +54,8 @@ def record(
         batch_size=BATCH,
         drop_last=drop_last,
         pad=pad,
+        due=due.Due(rows=ROWS, of=ROWS),
+        job_shuffle=(True, None),
         steps=trail.steps,
         rows=trail.rows,
         set_digest=trail.set_digest,
@@ -62,9 +64,14 @@ def record(
     )
 
 
-def outcome(records: Sequence[audit.AuditRecord], **options: int) -> tuple[str, int, str]:
-    (found,) = audit.audit([audit.Evidence(each) for each in records], **options)
+def outcome(records: Sequence[audit_record.AuditRecord], **options: int) -> tuple[str, int, str]:
+    (found,) = audit.audit([audit_record.Evidence(each) for each in records], **options)
     return found.outcome, found.rows, " | ".join(found.findings)
+
+
+def stated(records: Sequence[audit_record.AuditRecord]) -> str:
+    (found,) = audit.audit([audit_record.Evidence(each) for each in records])
+    return found.statement
 
 
 ALL = range(PLAN.num_steps)
@@ -119,9 +126,76 @@ def test_digests_of_steps_are_taken_in_order_and_lost_ones_are_noticed() -> None
     assert made.take(range(9, 12)) is None
 
 
-@pytest.mark.parametrize("options", [{}, {"drop_last": True}, {"pad": True}])
-def test_a_whole_epoch_is_proven(options: dict[str, bool]) -> None:
-    assert outcome([record(rank, **options) for rank in range(WORLD)]) == ("proven", ROWS, "")
+@pytest.mark.parametrize(
+    ("options", "rows", "text"),
+    [
+        ({}, ROWS, "each of 1,003 rows once"),
+        ({"drop_last": True}, 990, "each of 990 rows of 1,003 once; 13 left out by drop_last"),
+        ({"pad": True}, ROWS, "each of 1,003 rows once; 17 given again to fill the last step"),
+    ],
+)
+def test_a_whole_epoch_is_proven_and_the_verdict_says_what_was_given(
+    options: dict[str, bool], rows: int, text: str
+) -> None:
+    records = [record(rank, **options) for rank in range(WORLD)]
+    assert outcome(records) == ("proven", rows, "")
+    assert stated(records) == text
+
+
+@pytest.mark.parametrize("pad", [False, True])
+def test_rows_dropped_by_the_attempt_that_reached_the_end_stay_dropped(pad: bool) -> None:
+    whole = [record(rank, drop_last=True) for rank in range(WORLD)]
+    again = [record(rank, start=ROWS, run=f"b{rank}", pad=pad) for rank in range(WORLD)]
+
+    found = audit.audit(
+        [audit_record.Evidence(each, i, i) for i, each in enumerate([*whole, *again])]
+    )
+
+    assert [each.statement for each in found] == [
+        "each of 990 rows of 1,003 once; 13 left out by drop_last"
+    ]
+    assert (found[0].rows, found[0].num_rows) == (990, 990)
+
+
+def test_a_record_of_an_earlier_release_tells_of_samples_not_of_rows() -> None:
+    old = []
+    for rank in range(WORLD):
+        written = replace(record(rank), view="View(weights='w')").to_dict()
+        for name in ("due", "job_shuffle", "begun_s", "made_s"):
+            written.pop(name, None)
+        old.append(audit_record.AuditRecord.from_dict(written))
+    assert stated(old) == "each of 1,003 samples once"
+    assert "earlier release" in outcome(old)[2]
+
+
+def test_ranks_whose_view_orders_rows_by_another_shuffle_are_wrong() -> None:
+    records = [replace(record(rank), job_shuffle=(rank != 1, None)) for rank in range(WORLD)]
+    found, _, findings = outcome(records)
+    assert found == "wrong" and "rank 1 read with job_shuffle=(False, None)" in findings
+
+
+def test_ranks_with_another_view_are_told_which_option_differs() -> None:
+    views = ['{"where":"a > 1"}', '{"where":"a > 2"}', '{"where":"a > 1"}']
+    records = [
+        replace(record(rank), view=view, fingerprint=f"f-{view[-3]}")
+        for rank, view in enumerate(views)
+    ]
+    found, _, findings = outcome(records)
+    assert found == "wrong"
+    assert "rank 1 read with another view: where is 'a > 2' there and 'a > 1'" in findings
+
+
+def test_a_wrong_reading_does_not_blame_another_reading_of_the_epoch() -> None:
+    wrong = [audit_record.Evidence(record(r, seed=5 + (r == 1)), 0, 9) for r in range(WORLD)]
+    right = [audit_record.Evidence(record(r, run=f"b{r}"), 20, 30) for r in range(WORLD)]
+    assert [each.outcome for each in audit.audit([*wrong, *right])] == ["wrong", "proven"]
+
+
+def test_several_records_of_one_pass_count_as_the_last_of_them() -> None:
+    early = [record(r, start=30, steps=range(4), run=f"b{r}") for r in range(WORLD)]
+    late = [record(r, start=30, steps=range(9), run=f"b{r}") for r in range(WORLD)]
+    first = [record(r, steps=[0]) for r in range(WORLD)]
+    assert outcome([*first, *early, *late]) == ("proven", 300, "")
 
 
 def test_the_set_of_all_ranks_is_compared_with_all_rows_without_the_order() -> None:
@@ -178,11 +252,13 @@ def test_a_step_that_had_the_rows_of_another_one_is_named() -> None:
 def test_two_ranks_with_one_number_are_named() -> None:
     records = [record(0), record(1, run="a"), record(1, run="b")]
 
-    found, _, findings = outcome(records)
+    (found,) = audit.audit([audit_record.Evidence(each, 1.0, 9.0) for each in records])
+    untimed = outcome(records)
 
-    assert found == "wrong"
-    assert "2 processes were rank 1 of 3 at once" in findings
-    assert "no record of rank 2 of 3" in findings
+    assert found.outcome == "wrong"
+    assert "2 processes were rank 1 of 3 at once" in found.findings[0]
+    assert "no record of rank 2 of 3" in found.findings[1]
+    assert untimed[0] == "open" and "at once or one after the other" in untimed[2]
 
 
 def test_a_wrong_seed_is_named() -> None:
@@ -206,10 +282,10 @@ def test_a_seed_that_differs_from_the_recorded_one_is_wrong_from_step_0() -> Non
 
 @pytest.mark.parametrize("world_size", [1, 3, 5])
 def test_a_resumed_epoch_is_proven_also_with_another_world_size(world_size: int) -> None:
-    first = [audit.Evidence(record(r, steps=range(12)), 0, 10) for r in range(WORLD)]
+    first = [audit_record.Evidence(record(r, steps=range(12)), 0, 10) for r in range(WORLD)]
     start = PLAN.rows_consumed_after(12)
     rest = [
-        audit.Evidence(record(r, start=start, world_size=world_size, run=f"b{r}"), 20, 30)
+        audit_record.Evidence(record(r, start=start, world_size=world_size, run=f"b{r}"), 20, 30)
         for r in range(world_size)
     ]
 
@@ -219,9 +295,11 @@ def test_a_resumed_epoch_is_proven_also_with_another_world_size(world_size: int)
 
 
 def test_a_restart_from_an_older_checkpoint_is_noted_and_proven() -> None:
-    first = [audit.Evidence(record(r, steps=range(12)), 0, 10) for r in range(WORLD)]
+    first = [audit_record.Evidence(record(r, steps=range(12)), 0, 10) for r in range(WORLD)]
     start = PLAN.rows_consumed_after(8)
-    rest = [audit.Evidence(record(r, start=start, run=f"b{r}"), 20, 30) for r in range(WORLD)]
+    rest = [
+        audit_record.Evidence(record(r, start=start, run=f"b{r}"), 20, 30) for r in range(WORLD)
+    ]
 
     (found,) = audit.audit([*first, *rest])
 
@@ -232,13 +310,13 @@ def test_a_restart_from_an_older_checkpoint_is_noted_and_proven() -> None:
 def test_a_state_that_is_applied_twice_in_one_process_is_named() -> None:
     start = PLAN.rows_consumed_after(8)
     passes = [
-        audit.Evidence(
+        audit_record.Evidence(
             record(r, start=start, run=f"b{r}", number=number), 20 * number, 20 * number + 9
         )
         for r in range(WORLD)
         for number in (1, 2)
     ]
-    first = [audit.Evidence(record(r, steps=range(8)), 0, 10) for r in range(WORLD)]
+    first = [audit_record.Evidence(record(r, steps=range(8)), 0, 10) for r in range(WORLD)]
 
     (found,) = audit.audit([*first, *passes])
 
@@ -248,9 +326,11 @@ def test_a_state_that_is_applied_twice_in_one_process_is_named() -> None:
 
 
 def test_rows_between_two_parts_without_a_record_are_open() -> None:
-    first = [audit.Evidence(record(r, steps=range(8)), 0, 10) for r in range(WORLD)]
+    first = [audit_record.Evidence(record(r, steps=range(8)), 0, 10) for r in range(WORLD)]
     start = PLAN.rows_consumed_after(10)
-    rest = [audit.Evidence(record(r, start=start, run=f"b{r}"), 20, 30) for r in range(WORLD)]
+    rest = [
+        audit_record.Evidence(record(r, start=start, run=f"b{r}"), 20, 30) for r in range(WORLD)
+    ]
 
     (found,) = audit.audit([*first, *rest])
 
@@ -267,7 +347,7 @@ def test_an_epoch_under_way_is_proven_up_to_the_step_that_all_ranks_have_taken()
 def test_an_epoch_that_is_read_again_is_another_reading() -> None:
     again = [record(rank, number=number) for number in (1, 2) for rank in range(WORLD)]
 
-    found = audit.audit([audit.Evidence(each, each.number, each.number) for each in again])
+    found = audit.audit([audit_record.Evidence(each, each.number, each.number) for each in again])
 
     assert [each.outcome for each in found] == ["proven", "proven"]
 
@@ -276,11 +356,30 @@ def test_a_look_at_the_first_batch_counts_for_nothing() -> None:
     looks = [record(rank, steps=[0], number=1) for rank in range(WORLD)]
     passes = [record(rank, number=2) for rank in range(WORLD)]
 
-    assert outcome([*looks, *passes]) == ("proven", ROWS, "")
+    assert outcome([*looks, *passes]) == (
+        "proven", ROWS, "ranks 0-2 looked at a first batch before, not counted"
+    )  # fmt: skip
 
 
 def test_a_record_survives_json_and_a_bad_one_is_refused() -> None:
-    assert audit.AuditRecord.from_dict(record(1).to_dict()) == record(1)
+    assert audit_record.AuditRecord.from_dict(record(1).to_dict()) == record(1)
     for bad in ({}, {**record(1).to_dict(), "format": 9}):
         with pytest.raises(ConfigError, match="bad audit record"):
-            audit.AuditRecord.from_dict(bad)
+            audit_record.AuditRecord.from_dict(bad)
+
+
+def test_a_record_that_ends_early_beside_a_reload_in_one_process_is_a_gap_and_no_mistake() -> None:
+    first = [record(0, steps=range(12)), record(1, steps=range(5)), record(2, steps=range(12))]
+    start = PLAN.rows_consumed_after(12)
+    rest = [record(r, start=start, number=2) for r in range(WORLD)]
+
+    found, _, findings = outcome([*first, *rest])
+    lost = outcome([record(r, steps=range(10)) for r in range(WORLD)] + rest)
+
+    assert (found, findings) == ("open", "no record of positions 150 to 359")
+    assert lost[0] == "wrong" and "ended at row 300, and the next one began at row 360" in lost[2]
+
+
+def test_a_record_of_an_earlier_release_beside_a_new_one_is_no_mistake() -> None:
+    records = [record(0), replace(record(1), job_shuffle=None), record(2)]
+    assert outcome(records) == ("proven", ROWS, "")

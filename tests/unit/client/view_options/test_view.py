@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import itertools
 import pickle
+import re
 from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
+import torch
 
+from cache_client.order import view_text
 from cache_client.view_options import lookups, options
 from cache_protocol.errors import ConfigError
 
@@ -106,7 +110,57 @@ def test_row_ids_are_compared_by_their_numbers_and_printed_in_short() -> None:
     assert view == options.View(subset=np.arange(1_000_000, dtype=np.int32))
     assert view != options.View(subset=np.arange(1_000_000)[::-1])
     assert repr(view) == "View(subset=[0, 1, 2, 3, 4, 5, ...])"
-    assert len(options.View(where="a > 1 AND " * 500 + "b").text) < 510
+
+
+def test_the_text_of_a_view_is_bounded_and_has_the_options_back() -> None:
+    for name in GOOD:
+        view = options.View(**with_needs(name))
+        if name in ("codes", "join"):
+            assert "others" in view.text or "codes" in view.text
+        else:
+            assert options.View(**view_text.view_options(view.text)).text == view.text
+    rows = np.arange(1_000_000)
+    large = [
+        options.View(subset=rows),
+        options.View(where="a > 1 AND " * 500 + "b"),
+        options.View(split={f"part {n}": 1e-6 for n in range(5000)}, part="part 7"),
+    ]
+    for view in large:
+        assert len(view.text) < 3000
+        with pytest.raises(ValueError, match="too long to be kept"):
+            view_text.view_options(view.text)
+    assert large[0].text == options.View(subset=rows.astype(np.int32).tolist()).text
+    assert large[0].text != options.View(subset=rows[::-1]).text
+    for size in (3, 1000):
+        some = np.arange(size)
+        same = [some, some.tolist(), [*some], range(size), pa.array(some), torch.tensor(some)]
+        assert len({options.View(subset=each).text for each in same}) == 1  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "text"),
+    [
+        ({"where": "a > 1"}, {"where": "a > 2"}, "where is 'a > 1' there and 'a > 2' here"),
+        ({}, {"epoch_rows": 3}, "epoch_rows is not given there and 3 here"),
+        (
+            {"split": {"train": 0.9, "val": 0.1}, "part": "train"},
+            {"split": {"train": 0.8, "val": 0.1}, "part": "train"},
+            "split.train is 0.9 there and 0.8 here",
+        ),
+        (
+            {"subset": list(range(50))},
+            {"subset": list(range(51))},
+            r"subset is \[0, 1, 2, 3, 4, 5\.\.\. \(size 50, sha256 \w+\) there and .*size 51",
+        ),
+        ({"where": "a"}, {"where": "a"}, "^$"),
+    ],
+)
+def test_two_views_are_told_apart_by_the_option_that_differs(
+    before: dict[str, Any], now: dict[str, Any], text: str
+) -> None:
+    texts = (options.View(**before).text, options.View(**now).text)
+    assert re.search(text, view_text.view_differences(*texts, of="there"))
+    assert view_text.view_digest("") == ""
 
 
 def test_an_unknown_option_gets_the_nearest_name() -> None:

@@ -16,6 +16,7 @@ import pyarrow as pa
 import pytest
 
 from cache_client import views
+from cache_client.order.due import UNITS, Due
 from cache_client.views import (
     groups,
     length_buckets,
@@ -27,6 +28,7 @@ from cache_client.views import (
     shared_array,
     view,
 )
+from cache_client.views.due import due_of
 
 Shared = shared_array.SharedArray
 PICKLED_BYTES = 4000  # of a view of 100,000 rows: names, and the places of its tables
@@ -237,3 +239,28 @@ def test_the_rows_of_a_slot_are_about_as_many_as_the_view_says(make: Make) -> No
     slots = in_order(found, 0)
     mean = sum(len(slot) - 2 for slot in slots) / len(slots)
     assert found.rows_per_slot / 2 <= mean <= 2 * found.rows_per_slot
+
+
+@every_view
+@pytest.mark.parametrize("size", [1, 2, 7, 50])
+def test_rows_come_as_often_as_is_due(make: Make, size: int) -> None:
+    found = make(size)
+    for epoch in (0, 1, 5):
+        slots = in_order(found, epoch)
+        due = due_of(found, epoch, size)
+        assert Due.from_dict(due.to_dict()) == due and due.unit in UNITS
+        parts = [(due, slots)]
+        if due.shares:
+            parts = [
+                (share.due, [slot for slot in slots if slot[0] == source])
+                for source, share in enumerate(due.shares)
+            ]
+            assert [share.slots for share in due.shares] == [len(own) for _, own in parts]
+        for part, own in parts:
+            times = Counter(row for slot in own for row in {*slot[2:]})
+            if part.unit != "sequence":
+                assert part.most is None or max(times.values(), default=0) <= part.most
+                assert min(times.values(), default=part.least) >= part.least
+            assert part.rows is None or len(times) <= part.rows
+            if part.is_distinct:
+                assert len(times) == len(own)
