@@ -123,6 +123,8 @@ class NullRules:
         if units is None or index is None:
             return None
         of_values = name in self._of_values
+        if len(units) == 1 and not of_values:  # nearly always
+            return self._layout.nulls.unpack(units[0], rows.matrices[index])[:, 0]
         width = math.prod(self._layout.flat[name].shape) if of_values else 1
         found = np.zeros((rows.num_rows, width), np.bool_)
         for unit in units:
@@ -141,11 +143,11 @@ class NullRules:
         for name in self._written:
             nulls = self.nulls_of(name, rows)
             assert nulls is not None
-            if nulls.any():
-                index, position = self._layout.place(name)
-                matrix, column = rows.matrices[index], self._layout.flat[name]
-                values = matrix[:, position] if column.kind == "number" else matrix
-                values[nulls] = self.fills.get(name, _default(column))
+            index, position = self._layout.place(name)
+            matrix, column = rows.matrices[index], self._layout.flat[name]
+            values = matrix[:, position] if column.kind == "number" else matrix
+            where = nulls[:, None] if nulls.ndim < values.ndim else nulls
+            np.copyto(values, values.dtype.type(self._fill(column)), where=where)
 
     def masks(self, rows: Rows) -> dict[str, npt.NDArray[np.bool_]]:
         """The masks that a batch has: ``[rows]``, or the shape of the column, see `nulls_of`."""
@@ -156,6 +158,10 @@ class NullRules:
             shape = self._layout.flat[name].shape if nulls.ndim > 1 else ()
             found[valid] = ~nulls.reshape(len(nulls), *shape)
         return found
+
+    def _fill(self, column: FlatColumn) -> float | int:
+        default = math.nan if pa.types.is_floating(column.stored) else 0
+        return self.fills.get(column.name, default)
 
     def _has_value(self, name: str) -> bool:
         dtype = value_type(self._layout.flat[name])
@@ -195,10 +201,6 @@ def _check_names(layout: Layout, names: Collection[str]) -> None:
                 "nulls of numbers can be filled"
             )
         raise ConfigError(f"nulls: no column {name!r} of numbers; they are: {', '.join(numbers)}")
-
-
-def _default(column: FlatColumn) -> float | int:
-    return math.nan if pa.types.is_floating(column.stored) else 0
 
 
 def _refusal(columns: Sequence[FlatColumn]) -> str:

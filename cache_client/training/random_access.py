@@ -108,7 +108,7 @@ class CacheDataset(Dataset[Any]):
         self._stack = {name: tuple(names) for name, names in (stack or {}).items()}
         self._batch_format: BatchFormat = batch_format
         self._decode = decode
-        self._nulls = nulls
+        self._nulls: Nulls | None = nulls
         self._transform = transform
         self._shards = wait_for_shard_map(
             access.endpoint, name, self._columns, access.ready_deadline_s, access.credentials
