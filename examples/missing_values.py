@@ -44,7 +44,7 @@ def count_missing(endpoint: str) -> None:
 
 
 def train(endpoint: str) -> None:
-    """Each value that may be missing is 0 then, and the model is told so."""
+    """Trains with 0 for missing values, and masks that tell the model so."""
     houses = CacheIterableDataset(
         "houses", cache=endpoint, batch_size=BATCH_SIZE, shuffle=True, nulls="mask"
     )

@@ -44,6 +44,8 @@ def _numbers(message: type[Message], *others: str) -> tuple[str, ...]:
 
 # What a reader sums up since its run began: in all, and of each node.
 REPORT_SUMS: Final = _numbers(
-    pb.ReaderReport, "rank", "world_size", "epoch", "step", "num_steps", "expires_s"
+    pb.ReaderReport,
+    *("rank", "world_size", "epoch", "step", "num_steps", "expires_s", "batch_size", "follows"),
+    *("pid", "process_rank", "num_processes", "sent_s", "end"),
 )
 NODE_SUMS: Final = _numbers(pb.NodeReads)
