@@ -3,7 +3,8 @@
     python -m benchmarks.trials.differential [--queries 20000] [--columns 3000]
                                              [--zone-conditions 4] [--seed 0]
 
-- Conditions with DuckDB, over a table with a column of each type.
+- Conditions with DuckDB, over a table with a column of each type: in the SQL of a load, and as
+  ``where`` of a view over the stored rows.
 - Computed columns with a bare session of DataFusion: see `computed_columns`.
 - Conditions on times of zones with Python and DuckDB, some for each unit of each zone: see `zones`.
 
@@ -34,6 +35,13 @@ from benchmarks.trials.computed_columns import compare_columns
 from benchmarks.trials.outcome import Outcome
 from benchmarks.trials.zones import compare_zones
 from cache_protocol.errors import LoadError, RequestError
+from cache_protocol.storage.shard_files import MappedShard, SealedShard
+from cache_server.shards.packing import ShardBuilder, logical_schema
+from cache_server.shards.resident_rows import ResidentRows
+from cache_server.shards.store import write_shard_file
+from cache_server.shards.version_key import VersionKey
+from cache_server.sql.plain_columns import plain_schema
+from cache_server.sql.row_queries import check_row_query, run_row_query
 from tests.query_source import check, rows_of, write_parquet
 
 # What the generator leaves out, because both engines are right in their own way.
@@ -49,6 +57,7 @@ KNOWN = {
     "a date plus an interval": "DuckDB gives a timestamp",
     "date_trunc('hour', date) < TIMESTAMP '...'": "DuckDB cuts the timestamp to its day",
 }
+_LOT_BYTES = 1 << 20
 _EPOCH = datetime(1970, 1, 1)
 _TIMES = [  # at and beside the ends of seconds, days, years and of what nanoseconds can hold
     datetime(1969, 12, 31, 23, 59, 59, 999_000),
@@ -284,6 +293,7 @@ class Comparison:
         self._generator = Generator(rng)
         self._duckdb = duckdb.connect(config={"threads": 1})
         self._duckdb.register("source", _for_duckdb(self._table))
+        self._stored = _stored(directory / f"{seed}.arrow", self._table)
 
     def close(self) -> None:
         """Closes DuckDB."""
@@ -300,6 +310,7 @@ class Comparison:
                 outcome.refuse("theirs", theirs)
             elif ours == theirs:
                 outcome.counts["agree"] += 1
+                self._compare_view(condition.ours, ours, outcome)
             else:
                 outcome.disagree(f"{condition.ours}\n  DataFusion {ours}\n  DuckDB     {theirs}")
 
@@ -312,12 +323,37 @@ class Comparison:
             return str(error).rpartition(".parquet: ")[2]
         return [row["row"] for row in rows]
 
+    def _compare_view(self, condition: str, wanted: list[int], outcome: Outcome) -> None:
+        schema = plain_schema(self._stored.layout.logical)
+        try:
+            query = check_row_query("", (condition,), schema)
+            lots = self._stored.lots(0, self._table.num_rows, query.schema.names, _LOT_BYTES)
+            found = [row for piece in run_row_query(query, lots) for row in piece.to_pylist()]
+        except RequestError as error:
+            outcome.counts["refused as a view"] += 1
+            outcome.errors[str(error)[:110]] += 1
+            return
+        if found == wanted:
+            outcome.counts["agree as a view"] += 1
+        else:
+            outcome.disagree(f"{condition}\n  load {wanted}\n  view {found}")
+
     def _theirs(self, condition: str) -> list[int] | str:
         try:
             found = self._duckdb.execute(f"SELECT row FROM source WHERE ({condition}) ORDER BY row")
         except duckdb.Error as error:
             return str(error)
         return [row for (row,) in found.fetchall()]
+
+
+def _stored(path: Path, rows: pa.Table) -> ResidentRows:
+    """The rows as a node stores them."""
+    builder = ShardBuilder(logical_schema(rows.schema))
+    for batch in rows.to_batches():
+        builder.append(batch)
+    write_shard_file(path, builder.finish())
+    shard = MappedShard(SealedShard(0, rows.num_rows, path.stat().st_size, ""), path)
+    return ResidentRows(VersionKey("t", "f"), builder.layout, rows.num_rows, {0: shard})
 
 
 def compare(num_queries: int, seed: int, outcome: Outcome, queries_a_table: int = 500) -> None:
