@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from cache_protocol.errors import RequestError
 from cache_protocol.storage.flat_columns import (
     FlatColumn,
     FlatValues,
@@ -37,7 +38,7 @@ from cache_protocol.storage.flat_columns import (
     pruned,
     put_together,
 )
-from cache_protocol.storage.nested_values import without_codes
+from cache_protocol.storage.nested_values import decoded_bytes, without_codes
 from cache_protocol.storage.null_bits import NullBits
 
 COLUMNS_KEY = b"cache.columns"
@@ -141,7 +142,10 @@ class Layout:
         encoded = (schema.metadata or {}).get(LOGICAL_SCHEMA_KEY)
         if encoded is None:
             raise ValueError("the schema has no logical schema in its metadata: not a stored batch")
-        layout = cls(schema_from_bytes(base64.b64decode(encoded)))
+        try:
+            layout = cls(schema_from_bytes(base64.b64decode(encoded)))
+        except RequestError as error:
+            raise ValueError(f"the logical schema is damaged: {error}") from None
         if not layout.schema.equals(schema):
             raise ValueError("the stored schema does not match its logical schema")
         return layout
@@ -184,7 +188,7 @@ class Layout:
     def stored_bytes(self, batch: pa.RecordBatch) -> int:
         """About the bytes of a batch of logical columns, once it is stored."""
         plain = sum(
-            int(column.nbytes)
+            decoded_bytes(column)
             for column, field in zip(batch.columns, self.logical, strict=True)
             if field.name not in self.flat or self.flat[field.name].kind == "arrow"
         )

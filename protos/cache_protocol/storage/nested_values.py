@@ -12,6 +12,7 @@ import pyarrow.compute as pc
 
 from cache_protocol.errors import RequestError
 
+_OFFSET_BYTES = 8
 # Arrow type -> the one that is stored instead. Both have the same buffers, or Arrow casts them.
 _PLAIN = {
     pa.string_view(): pa.string(),
@@ -148,6 +149,25 @@ def decoded(array: pa.DictionaryArray) -> pa.Array:
     if isinstance(value_type, pa.BaseExtensionType):
         return pa.ExtensionArray.from_storage(value_type, values)
     return values
+
+
+def decoded_bytes(array: pa.Array) -> int:
+    """About the bytes of a column, with values in place of codes."""
+    if isinstance(array, pa.ExtensionArray):
+        return decoded_bytes(array.storage)
+    if not _has_codes(array.type):
+        return int(array.nbytes)
+    if pa.types.is_dictionary(array.type):
+        values, kind = array.dictionary, array.type.value_type
+        if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+            lengths = pc.binary_length(values).take(array.indices)
+            return int(pc.sum(lengths).as_py() or 0) + _OFFSET_BYTES * len(array)
+        return len(array) * (decoded_bytes(values) // max(1, len(values)) + 1)
+    if pa.types.is_struct(array.type):
+        return sum(map(decoded_bytes, array.flatten()))
+    if pa.types.is_map(array.type):
+        return int(array.nbytes) + decoded_bytes(array.keys) + decoded_bytes(array.items)
+    return int(array.nbytes) + decoded_bytes(array.flatten())
 
 
 def _encoded(values: pa.Array, dtype: pa.DictionaryType) -> pa.Array:

@@ -350,3 +350,18 @@ def test_lists_are_a_matrix_if_all_have_one_length_and_no_null(
 def test_only_lists_of_numbers_are_a_matrix() -> None:
     for values in ([["a"], ["b"]], [[[1]], [[2]]], ["a", "b"], [1, 2], [[True], [False]]):
         assert equal_lists(pa.array(values)) is None
+
+
+def test_codes_count_with_the_bytes_of_their_values() -> None:
+    words = pa.array(["x" * 1000, "y"])
+    codes = pa.array([0] * 500 + [1] * 500, pa.int8())
+    batch = pa.RecordBatch.from_pydict(
+        {
+            "word": pa.DictionaryArray.from_arrays(codes, words),
+            "list": pa.array(
+                [["x" * 1000]] * 1000, pa.list_(pa.dictionary(pa.int8(), pa.string()))
+            ),
+        }
+    )
+
+    assert 1_500_000 < Layout(batch.schema).stored_bytes(batch) < 1_600_000
