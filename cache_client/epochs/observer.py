@@ -199,7 +199,9 @@ class Observer:
 
     def _report_if_due(self, watched: Watched) -> None:
         if self._reporter is not None and self._reporter.is_due and self._reports(watched.pass_):
-            self._reporter.send(self.stats(), self.record(watched.pass_), watched.pass_)
+            # Before the first step nobody knows whether there are digests.
+            record = self.record(watched.pass_) if watched.pass_.handed_out else None
+            self._reporter.send(self.stats(), record, watched.pass_)
 
     def _end(self, watched: Watched, end: pb.PassEnd.ValueType) -> None:
         if os.getpid() != self._process or sys.is_finalizing():

@@ -12,7 +12,6 @@ bit. A library's logarithm is not the same on every processor, and two ranks mus
 from __future__ import annotations
 
 import math
-import sys
 from typing import Any, Final
 
 import numpy as np
@@ -26,7 +25,7 @@ _Floats = npt.NDArray[np.float64]
 _BLOCK_ROWS: Final = 8_192  # the arrays of one block stay in the processor's cache
 _PROBE_ROWS: Final = 65_536
 _PROBE_DEVIATIONS: Final = 6  # beyond which one sample in 10**9 lies
-_LAST_TIME: Final = sys.float_info.max  # before that of a weight of 0
+_LAST_TIME: Final = float(np.finfo(np.float64).max)  # before that of a weight of 0
 _LOG_2: Final = 0.6931471805599453
 _ONE_BITS: Final = 0x3FF0000000000000  # of 1.0
 _ROOT_BITS: Final = 0x3FE6A09E667F3BCD  # of the root of 1/2

@@ -149,7 +149,7 @@ def test_watch_ends_when_the_dataset_has_failed_and_gives_the_reason(
     stub: CoordinatorStub, dataset_name: str, tmp_path: Path
 ) -> None:
     source = write_numbered(tmp_path / "source", 20)
-    sql = "SELECT NULLIF(label, 3) AS label FROM source"
+    sql = "SELECT 1 / (label - 3) AS label FROM source"
     created = create(stub, spec(dataset_name, source, sql=sql))
 
     last = watch(stub, dataset_name, created.fingerprint)[-1]
@@ -270,7 +270,7 @@ def test_the_old_version_is_served_while_a_new_one_has_failed(
 ) -> None:
     source = write_numbered(tmp_path / "source", 40, files=4)
     old = load(stub, spec(dataset_name, source))
-    sql = "SELECT NULLIF(label, 3) AS label FROM source"
+    sql = "SELECT 1 / (label - 3) AS label FROM source"
     new = create(stub, spec(dataset_name, source, sql=sql))
     assert watch(stub, dataset_name, new.fingerprint)[-1].state == pb.DATASET_STATE_FAILED
 

@@ -472,6 +472,8 @@ ELSEWHERE = {
     "has ended: load it again with --refresh": "tests/integration/test_formats_end_to_end.py",
     "needed more than 1.0 GiB of memory while it was planned": _OF_SQL,
     "the query needed more than ... of memory": _OF_SQL,
+    "but the query was planned with": "tests/unit/node/test_loading.py",
+    "show a time never or twice": "tests/unit/sql/test_exactness.py",
 }
 
 

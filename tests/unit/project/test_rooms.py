@@ -72,7 +72,6 @@ PURE_MODULES = (
     "cache_server/node/desired.py",
     "cache_server/node/reconcile.py",
     "cache_server/plan/shard_plan.py",
-    "cache_server/shards/sql_types.py",
     "cache_server/shards/checked_names.py",
     "cache_server/shards/put_key.py",
     "cache_server/shards/version_key.py",

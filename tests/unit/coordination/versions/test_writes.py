@@ -320,7 +320,7 @@ def test_an_append_is_refused_by_name_where_its_rows_would_not_stay_or_not_fit(
     other = begin(coordinator, schema=pa.schema([("x", pa.int64())]))
     nodes[0].put(late, 0)
     nodes[1].put(other, 0, shards=1)
-    assert {write.nulls for write in nodes[0].beat().writes} == {"refuse", "nan"}
+    assert {write.nulls for write in nodes[0].beat().writes} == {"refuse", "keep"}
     commit(coordinator, other, 0)
     settle(*nodes)
     with pytest.raises(RequestError, match="its columns have changed"):
