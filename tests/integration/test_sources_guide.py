@@ -457,7 +457,7 @@ def refusals(root: Path) -> dict[str, dict[str, Any]]:
         "are never closed": {"source": f"{root}/cut-off.csv"},
         "is of timestamp[s] by the first rows of the table": {"source": f"{root}/leap.csv"},
         "what follows would not be read": {"source": f"{root}/joined.arrow"},
-        "column 'rooms' holds 1 null": {"source": f"{root}/nulls.parquet"},
+        "column 'rooms' holds 1 null": {"source": f"{root}/nulls.parquet", "nulls": "refuse"},
         "Cast error": {
             "source": f"{root}/text.parquet",
             "sql": "SELECT CAST(a AS INT) AS a FROM source",
