@@ -32,12 +32,9 @@ from cache_client.cli.display import (
     cell,
     console,
     dataset_json,
-    forecast_facts,
     forecast_json,
     json_value,
     print_json,
-    printable,
-    query_facts,
     show_dataset,
     show_facts,
     show_line,
@@ -49,8 +46,10 @@ from cache_client.cli.doctor import examine
 from cache_client.cli.job_commands import audit_job, jobs, rows, top
 from cache_client.cli.step_rows import NotShownError
 from cache_client.control.client import MAX_MEMORY_BYTES, CacheClient
+from cache_client.control.forecast import forecast_facts, query_facts
 from cache_client.control.infos import DatasetInfo
 from cache_client.job.arguments import seconds_problems
+from cache_protocol.cli.facts import printable
 from cache_protocol.cli.output import checked_output, size
 from cache_protocol.datasets.dataset_spec import DatasetSpec, parse_bytes
 from cache_protocol.datasets.job_settings import asks_for_dataset, spec_from_env
