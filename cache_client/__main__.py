@@ -44,6 +44,7 @@ from cache_client.cli.display import (
 )
 from cache_client.cli.doctor import examine
 from cache_client.cli.job_commands import audit_job, jobs, rows, top
+from cache_client.cli.stats_command import stats
 from cache_client.cli.step_rows import NotShownError
 from cache_client.control.client import MAX_MEMORY_BYTES, CacheClient
 from cache_client.control.forecast import forecast_facts, query_facts
@@ -269,6 +270,7 @@ app.command()(jobs)
 app.command()(top)
 app.command("audit")(audit_job)
 app.command()(rows)
+app.command()(stats)
 
 
 @app.command()
