@@ -11,6 +11,7 @@ The datasets and the loader need torch. They are imported at their first use: `C
 """
 
 from importlib import import_module
+from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 from cache_client.control.client import CacheClient
@@ -44,6 +45,7 @@ from cache_protocol.errors import (
 from cache_protocol.wire.load_progress import LoadReport
 
 if TYPE_CHECKING:
+    __version__: str
     from cache_client.training.dataset import CacheIterableDataset
     from cache_client.training.job_config import Reading
     from cache_client.training.loader import CacheLoader
@@ -107,6 +109,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
+    if name == "__version__":
+        return version("trainer-data-cache")
     if name not in _AT_FIRST_USE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:

@@ -32,12 +32,9 @@ from cache_client.cli.display import (
     cell,
     console,
     dataset_json,
-    forecast_facts,
     forecast_json,
     json_value,
     print_json,
-    printable,
-    query_facts,
     show_dataset,
     show_facts,
     show_line,
@@ -47,10 +44,13 @@ from cache_client.cli.display import (
 )
 from cache_client.cli.doctor import examine
 from cache_client.cli.job_commands import audit_job, jobs, rows, top
+from cache_client.cli.stats_command import stats
 from cache_client.cli.step_rows import NotShownError
 from cache_client.control.client import MAX_MEMORY_BYTES, CacheClient
+from cache_client.control.forecast import forecast_facts, query_facts
 from cache_client.control.infos import DatasetInfo
 from cache_client.job.arguments import seconds_problems
+from cache_protocol.cli.facts import printable
 from cache_protocol.cli.output import checked_output, size
 from cache_protocol.datasets.dataset_spec import DatasetSpec, parse_bytes
 from cache_protocol.datasets.job_settings import asks_for_dataset, spec_from_env
@@ -270,6 +270,7 @@ app.command()(jobs)
 app.command()(top)
 app.command("audit")(audit_job)
 app.command()(rows)
+app.command()(stats)
 
 
 @app.command()

@@ -27,7 +27,6 @@ from cache_client.cli.display import (
     console,
     json_value,
     print_json,
-    printable,
     show_line,
     show_live,
     show_rows,
@@ -46,6 +45,7 @@ from cache_client.control.infos import JobInfo
 from cache_client.job.connection import access_to
 from cache_client.order.audit import audit
 from cache_client.views.view import Shuffle
+from cache_protocol.cli.facts import printable
 from cache_protocol.errors import CacheError, ConfigError, DatasetNotFoundError
 
 _LOOK_S: Final = 0.5  # between two looks for a job that has not reported

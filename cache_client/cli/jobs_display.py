@@ -10,9 +10,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from cache_client.cli.display import printable
 from cache_client.control.infos import JobInfo, NodeInfo
 from cache_client.order.audit import EpochAudit
+from cache_protocol.cli.facts import printable
 from cache_protocol.cli.output import size
 
 _MOST_RANKS = 12  # in the live view; those that wait most

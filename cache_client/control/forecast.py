@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import pyarrow as pa
 
 from cache_client.order.order import StepPlan
+from cache_protocol.cli.facts import counted, facts_html, facts_text, printable
+from cache_protocol.cli.output import size
 from cache_protocol.storage.layout import schema_from_bytes
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.wire.records import record
+
+_MAX_NAMES = 6  # of columns on one line
+_MOST_NULLS = 20  # columns whose nulls are listed
 
 
 @dataclass(frozen=True)
@@ -123,6 +128,14 @@ class LoadForecast:
             return True
         return False if self.rows_exact else None
 
+    def __repr__(self) -> str:
+        """What ``cachectl plan`` shows; the attributes have it in full."""
+        return facts_text(f"LoadForecast({self.name!r})", forecast_facts(self))
+
+    def _repr_html_(self) -> str:
+        """The same, for notebooks."""
+        return facts_html(f"LoadForecast({self.name!r})", forecast_facts(self))
+
 
 def from_proto(forecast: pb.LoadForecast, world_size: int, batch_size: int) -> LoadForecast:
     """The forecast of a message, for a job of so many ranks.
@@ -151,3 +164,105 @@ def from_proto(forecast: pb.LoadForecast, world_size: int, batch_size: int) -> L
         steps_per_epoch=steps,
         step_bytes=step_bytes,
     )
+
+
+def nulls_text(nulls: Mapping[str, int]) -> str:
+    """The nulls of columns, of not too many."""
+    shown = [f"{printable(name)} {count:,}" for name, count in list(nulls.items())[:_MOST_NULLS]]
+    return ", ".join([*shown, "..."] if len(nulls) > _MOST_NULLS else shown)
+
+
+def query_facts(forecast: LoadForecast) -> list[tuple[str, str]]:
+    """How a query runs, and what it reads."""
+    order = "fixed" if forecast.ordered else "not fixed (allow_unordered)"
+    facts = [("query", forecast.sql_goes), ("because", forecast.why), ("order of rows", order)]
+    for table in forecast.tables:
+        how = "split by split" if table.by_split else "whole"
+        rows = "rows unknown" if table.num_rows is None else f"{table.num_rows:,} rows"
+        files = f" in {counted(table.num_files, 'file')} of {size(table.source_bytes)}"
+        facts.append(
+            (
+                f"reads {table.name}",
+                f"{how}: {table.format}, {rows}{files if table.source_bytes else ''}, "
+                f"{_bytes_of(table)}, {_column_names(table.columns)}",
+            )
+        )
+    return facts
+
+
+def _bytes_of(table: TableForecast) -> str:
+    if not table.bytes_by:
+        return f"{size(table.num_bytes)} decoded"
+    return f"about {size(table.num_bytes)} decoded, estimated from {table.bytes_by}"
+
+
+def forecast_facts(forecast: LoadForecast) -> list[tuple[str, str]]:
+    """The facts of a forecast, as titles and texts."""
+    facts = query_facts(forecast)
+    if forecast.whole:
+        facts.append(("result", "not known before the query runs"))
+        facts.append(("disk to run it", f"{size(forecast.num_bytes)} on the node that runs it"))
+        memory = size(forecast.load_memory_bytes)
+        facts.append(
+            ("memory to load", f"about {memory}, plus that of its sorts, joins and groups")
+        )
+        return facts
+    exact = "" if forecast.rows_exact else " before the query"
+    rows = "unknown" if forecast.num_rows is None else f"{forecast.num_rows:,}{exact}"
+    facts.append(("rows", rows))
+    if forecast.nulls:
+        facts.append(("nulls", f"{nulls_text(forecast.nulls)}{exact}"))
+    in_shards = f"{size(forecast.num_bytes)} in {counted(forecast.num_shards, 'shard')}"
+    if forecast.makes_rows:
+        facts.append(("decoded", f"unknown; {in_shards}, if each row makes one"))
+    else:
+        sampled = any(table.bytes_by for table in forecast.tables if table.by_split)
+        about = "about " if forecast.guessed_columns or sampled else ""
+        facts.append(("decoded", f"{about}{in_shards}"))
+    if forecast.guessed_columns:
+        names = _column_names(forecast.guessed_columns)
+        facts.append(("guessed", f"{names}: the query makes its values, whose length is unknown"))
+    if forecast.shards_reused:
+        shards = f"{forecast.shards_reused:,} of {counted(forecast.num_shards, 'shard')}"
+        facts.append(("reused", f"{shards} that the cache has"))
+    nodes = len(forecast.node_bytes)
+    fewer = f"; only {nodes} on {counted(nodes, 'node')}" if 0 < nodes < forecast.replicas else ""
+    facts.append(("replicas", f"{forecast.replicas}{fewer}"))
+    if forecast.node_bytes:
+        most = size(max(forecast.node_bytes))
+        if_one = ", if each row makes one" if forecast.makes_rows else ""
+        facts.append(("on each node", f"{most} at most, on {counted(nodes, 'node')}{if_one}"))
+    if forecast.memory_limit_bytes is not None:
+        facts.append(("nodes needed", _nodes_needed(forecast, size(forecast.memory_limit_bytes))))
+    if forecast.load_memory_bytes:
+        memory = size(forecast.load_memory_bytes)
+        facts.append(
+            ("memory to load", f"about {memory} for each running load, besides the shards")
+        )
+    if forecast.load_s is not None:
+        facts.append(
+            ("time to load", f"about {forecast.load_s:.1f} s, at the rate of the last load")
+        )
+    job = f"{counted(forecast.world_size, 'rank')} with batches of {forecast.batch_size:,}"
+    if forecast.steps_per_epoch is not None and forecast.step_bytes is not None:
+        facts.append(("steps", f"{forecast.steps_per_epoch:,} an epoch, for {job}"))
+        facts.append(("a step", f"{size(forecast.step_bytes)} for each rank"))
+    return facts
+
+
+def _nodes_needed(forecast: LoadForecast, limit: str) -> str:
+    if not forecast.bytes_known:
+        return f"unknown; each has a limit of {limit}"
+    if forecast.nodes_needed is None:
+        return (
+            f"no number is enough: one shard ({size(forecast.largest_shard_bytes)}) exceeds the "
+            f"limit of {limit}; lower target_shard_bytes, or write smaller row groups"
+        )
+    fits = {True: "", False: "; it does not fit", None: "; it may fit after the query"}
+    return f"{forecast.nodes_needed}, of {limit} each{fits[forecast.fits]}"
+
+
+def _column_names(columns: Sequence[str]) -> str:
+    if len(columns) > _MAX_NAMES:
+        return f"{len(columns)} columns"
+    return f"column{'' if len(columns) == 1 else 's'} {', '.join(columns)}"

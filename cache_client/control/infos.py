@@ -8,6 +8,8 @@ from typing import Literal
 
 import pyarrow as pa
 
+from cache_protocol.cli.facts import counted, facts_html, facts_text, type_name
+from cache_protocol.cli.output import size
 from cache_protocol.storage.layout import Layout, schema_from_bytes
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.wire.load_progress import state_name
@@ -64,6 +66,21 @@ class DatasetInfo:
         ]
         lines += [f"  note: {note}" for note in self.notes]
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        """The facts and the columns, for notebooks."""
+        nodes = {node for nodes in self.placement.values() for node in nodes}
+        facts = [
+            ("state", self.state),
+            ("fingerprint", self.fingerprint),
+            ("rows", f"{self.num_rows:,}"),
+            ("size", f"{size(self.num_bytes)} in {counted(self.num_shards, 'shard')}"),
+            ("replicas", f"{self.replicas} on {counted(len(nodes), 'node')}"),
+            *((name, value) for name in ("error", "waits") if (value := getattr(self, name))),
+            *(("note", note) for note in self.notes),
+        ]
+        columns = [(field.name, type_name(field.type)) for field in self.schema]
+        return facts_html(f"dataset {self.name}", facts, ("column", "type"), columns)
 
 
 @dataclass(frozen=True)
@@ -225,6 +242,33 @@ class JobInfo:
     end: Literal["", "finished", "stopped", "failed"]
     view: str = ""
     view_digest: str = ""
+
+    def __repr__(self) -> str:
+        """The job in a few lines; the attributes have it in full."""
+        return facts_text(f"JobInfo({self.name!r}, {self.verdict})", self._facts())
+
+    def _repr_html_(self) -> str:
+        """The job and the ranks that wait most, for notebooks."""
+        header = ("rank", "epoch", "step", "rows/s", "waits")
+        ranks = [
+            (
+                *(f"{each.rank}", f"{each.epoch}", f"{each.step:,}", f"{each.rows_per_s:,.0f}"),
+                f"{each.wait_share:.0%}",
+            )
+            for each in self.ranks
+        ]
+        facts = [("verdict", self.verdict), *self._facts()]
+        return facts_html(f"job {self.name}", facts, header if ranks else (), ranks)
+
+    def _facts(self) -> list[tuple[str, str]]:
+        steps = f"{self.num_steps:,}" if self.num_steps or not self.step else "?"
+        return [
+            ("reads", f"{self.dataset} {self.fingerprint[:12]}"),
+            *([("view", self.view)] if self.view else []),
+            ("ranks", f"{self.num_ranks} of {self.world_size}"),
+            ("at", f"epoch {self.epoch}, step {self.step:,} of {steps}"),
+            ("speed", f"{self.rows_per_s:,.0f} rows/s; waits {self.wait_share:.0%} of its time"),
+        ]
 
 
 _PARTS = {"ranks": RankInfo, "nodes": NodeShare, "history": JobSample, "audits": AuditEntry}

@@ -26,7 +26,10 @@ from cache_client.epochs.loader_iterators import (
     epoch_that_lightning_begins,
     iterator_in_stack,
 )
+from cache_client.order.permutation import checked_integer
 from cache_protocol.errors import ConfigError
+
+LAST_EPOCH: Final = 2**62  # epochs lie in 64 bits
 
 # Cells of 64 bits. Those of the training process, and of whichever pass begins:
 _EPOCH, _OFFSET, _STEPS, _GENERATION, _ANNOUNCED = range(5)
@@ -47,6 +50,15 @@ OWN_START: Final = -1
 
 _POLL_S: Final = 0.002
 _DECISION_S: Final = 5.0  # a decision takes microseconds, unless its process is stopped
+
+
+def is_epoch(epoch: object) -> bool:
+    """Whether `RankBatches.set_epoch` takes this epoch."""
+    try:
+        checked_integer("epoch", epoch, 0, LAST_EPOCH)
+    except ValueError:
+        return False
+    return True
 
 
 class Start(NamedTuple):

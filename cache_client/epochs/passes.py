@@ -32,6 +32,7 @@ class Pass:
         handed_out: batches so far.
         ahead: batches that a wrapper holds and the training loop has not seen yet.
         ended: the iterator was asked for more batches than there are.
+        most_steps: that it makes; None: all.
         due_of: what its epoch owes; the first call takes a pass over the rows of some views.
         of_loader: workers make its batches, and a `CacheLoader` counts those it hands out.
         digests: of the steps that this process made.
@@ -52,11 +53,13 @@ class Pass:
     digests: StepDigests = field(default_factory=StepDigests)
     record: AuditRecord | None = None
     due_of: Callable[[], Due] = Due
+    most_steps: int | None = None
 
     @property
     def steps(self) -> range:
         """The steps whose batches this process makes."""
-        return worker_steps(self.plan.num_steps, self.worker, self.num_workers)
+        steps = worker_steps(self.plan.num_steps, self.worker, self.num_workers)
+        return steps if self.most_steps is None else steps[: self.most_steps]
 
     @property
     def open(self) -> bool:

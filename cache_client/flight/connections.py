@@ -28,6 +28,7 @@ from cache_protocol.errors import (
     ConfigError,
     RequestError,
 )
+from cache_protocol.storage.column_stats import STATS_SCHEMA
 from cache_protocol.storage.layout import described_in
 from cache_protocol.storage.row_index import RowRuns
 from cache_protocol.v1 import cache_pb2 as pb
@@ -178,6 +179,8 @@ class NodeConnection:
         expression: str,
         where: Sequence[str],
         timeout_s: float,
+        *,
+        stats: Sequence[str] = (),
     ) -> pa.ChunkedArray:
         """Values that the node computes from rows of one shard that it holds.
 
@@ -185,6 +188,7 @@ class NodeConnection:
             expression: SQL of one value a row; empty for the numbers of the rows that fulfil
                 ``where``, uint32, counted from the first of ``rows``.
             where: SQL of conditions that a row must fulfil.
+            stats: in place of both: columns, for the statistics of each; see `ColumnStats`.
 
         Raises:
             RequestError: the node cannot compute it, or is of a release that does not.
@@ -198,6 +202,7 @@ class NodeConnection:
                 rows=pb.RowRange(start=rows.start, stop=rows.stop),
                 expression=expression,
                 where=where,
+                stats=stats,
             ),
         )
         with self._in_use():
@@ -205,9 +210,10 @@ class NodeConnection:
                 flight.Ticket(ticket.SerializeToString()), self._options(timeout_s)
             )
             table = reader.read_all()
-        is_answer = (
-            table.column_names == ["value"] if expression else table.schema == _NUMBERS_SCHEMA
-        )
+        if expression:
+            is_answer = table.column_names == ["value"]
+        else:
+            is_answer = table.schema == (STATS_SCHEMA if stats else _NUMBERS_SCHEMA)
         if not is_answer:
             raise RequestError(
                 f"the node at {self.location} cannot compute values of rows: it is of an older "

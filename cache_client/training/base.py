@@ -18,10 +18,11 @@ from functools import cache, partial
 from multiprocessing.context import get_spawning_popen
 from typing import Any, Self
 
+import pyarrow as pa
 from torch.utils.data import IterableDataset, get_worker_info
 
 from cache_client.batches.device import on_device
-from cache_client.epochs.cursor import Cursor, Start
+from cache_client.epochs.cursor import LAST_EPOCH, Cursor, Start
 from cache_client.epochs.loader_iterators import (
     batches_taken_ahead,
     refuse_callers,
@@ -37,12 +38,13 @@ from cache_client.order.permutation import checked_integer
 from cache_client.order.states import OrderState, WorkerState
 from cache_client.reading.counts import SharedCounts
 from cache_client.reading.per_process import PerProcess
+from cache_client.training.familiar import Familiar, count_of
 from cache_client.training.first_epoch import LoadingSource
 from cache_client.training.job_config import JobConfig
 from cache_client.training.loader import CacheLoader, make_loader
 from cache_client.training.opened import Opened
 from cache_client.training.skipped_steps import skipped_runs, with_state
-from cache_client.training.windows import pass_batches
+from cache_client.training.windows import first_batches, first_rows, pass_batches
 from cache_client.view_options.options import View
 from cache_client.views.due import due_of
 from cache_client.views.view import SlotView
@@ -52,19 +54,8 @@ from cache_protocol.errors import (
     LengthUnknownError,
 )
 
-_LAST_EPOCH = 2**62  # epochs lie in 64 bits, see `cache_client.epochs.cursor`
 
-
-def is_epoch(epoch: object) -> bool:
-    """Whether `RankBatches.set_epoch` takes this epoch."""
-    try:
-        checked_integer("epoch", epoch, 0, _LAST_EPOCH)
-    except ValueError:
-        return False
-    return True
-
-
-class RankBatches(IterableDataset[Any]):
+class RankBatches(Familiar, IterableDataset[Any]):
     """The batches of one rank; base of `CacheIterableDataset` and `CacheMixture`.
 
     Begins at the first row of epoch 0.
@@ -81,7 +72,7 @@ class RankBatches(IterableDataset[Any]):
         self._config, self._opened = config, opened
         self._nodes = opened.nodes
         self._cursor = Cursor(SharedCounts.size(len(self._nodes)))
-        self._skipped = skipped_runs(config.skip_steps, self._whole_plan, _LAST_EPOCH)
+        self._skipped = skipped_runs(config.skip_steps, self._whole_plan, LAST_EPOCH)
         self._skips = json.dumps(self._skipped, separators=(",", ":"))
         self._warned_of_groups = False
         self._process_passes: PerProcess[Passes] = PerProcess()
@@ -143,6 +134,17 @@ class RankBatches(IterableDataset[Any]):
     def fingerprint(self) -> str:
         """Fingerprint of the version and the view; of a mixture, of its sources and their draw."""
         return self._opened.fingerprint
+
+    @property
+    def schema(self) -> pa.Schema:
+        """Arrow schema of the columns that are read, before they become batches."""
+        return self._opened.layout.logical
+
+    @property
+    def column_names(self) -> list[str]:
+        """The columns of a batch, before ``transform``."""
+        made = self._config.converter(self._opened.layout).names
+        return self._opened.job_view.column_names(made, pad_mask=self._config.pad_mask)
 
     @property
     def num_rows(self) -> int:
@@ -234,7 +236,7 @@ class RankBatches(IterableDataset[Any]):
                 have begun another epoch, and no batch of it is taken yet.
         """
         try:
-            epoch = checked_integer("epoch", epoch, 0, _LAST_EPOCH)
+            epoch = checked_integer("epoch", epoch, 0, LAST_EPOCH)
         except ValueError:
             raise ConfigError(f"epoch must be an integer in [0, 2**62], got {epoch!r}") from None
         self._refuse_callers()  # a loader that divides again calls this before it iterates
@@ -401,6 +403,22 @@ class RankBatches(IterableDataset[Any]):
             "multiprocessing_context": multiprocessing_context,
         }
         return make_loader(self, {**given, **options})
+
+    def take(self, num_batches: int = 1) -> list[Any]:
+        """The first batches of the next pass, for a look: it stays where it is, and none counts.
+
+        They are as training gets them, and stay on the host. Nothing is reported to the cache.
+
+        Raises:
+            ConfigError: ``num_batches`` is no integer of at least 0. Others as a pass does.
+        """
+        self._check_rank()
+        wanted = Pass(most_steps=count_of("num_batches", num_batches))
+        pass_ = self._place(wanted, self._cursor.planned())
+        return first_batches(pass_, self._config, self._opened, self._shared_counts)
+
+    def _first_rows(self, num_rows: int) -> pa.RecordBatch:
+        return first_rows(self.epoch, num_rows, self._config, self._opened)
 
     def __getitem__(self, index: object) -> Any:
         """Raises ConfigError: rows by number are those of `CacheDataset`."""

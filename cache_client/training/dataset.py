@@ -16,12 +16,13 @@ from torch.utils.data import get_worker_info
 
 from cache_client.batches.images import ImageMode
 from cache_client.batches.null_rules import Nulls
+from cache_client.epochs.cursor import is_epoch
 from cache_client.job.argument_names import names_explained
 from cache_client.job.arguments import BatchFormat
 from cache_client.job.connection import Connection
 from cache_client.order.audit_record import AuditMode
 from cache_client.order.states import OrderState, read_state
-from cache_client.training.base import RankBatches, is_epoch
+from cache_client.training.base import RankBatches
 from cache_client.training.job_config import Reading, Version, checked_config, moved_arguments
 from cache_client.training.opened import open_version
 from cache_client.view_options.lookups import Vocabulary
@@ -287,12 +288,19 @@ class CacheIterableDataset(RankBatches):
         """
         return self._opened.job_view.vocabulary(column)
 
-    def __repr__(self) -> str:
-        parts = {
+    @property
+    def _title(self) -> str:
+        return self.name
+
+    def _facts(self) -> dict[str, Any]:
+        given, loading = self.view.given(), self._loading
+        num_rows = self._opened.shards.num_rows if loading is None else loading.log.total
+        return {
             "fingerprint": self.fingerprint,
-            "num_rows": self.num_rows if self._loading is None else self._loading.log.total,
+            "num_samples": self.num_samples if given else None,
+            "table_rows" if given else "num_rows": num_rows,
             "columns": self._opened.layout.logical.names,
-            "view": self.view if self.view.given() else None,
+            "view": self.view if given else None,
             "batch_size": self.batch_size,
             "rank": self.rank,
             "world_size": self.world_size,
@@ -300,5 +308,3 @@ class CacheIterableDataset(RankBatches):
             "seed": self.seed,
             "epoch": self.epoch,
         }
-        rest = ", ".join(f"{name}={value!r}" for name, value in parts.items() if value is not None)
-        return f"{type(self).__name__}({self.name!r}, {rest})"

@@ -194,8 +194,12 @@ class CacheMixture(RankBatches):
         stops = mixing.counts(mixing.epoch_start(epoch + 1))
         return dict(zip(self._names, map(range, starts, stops), strict=True))
 
-    def __repr__(self) -> str:
-        parts = {
+    @property
+    def _title(self) -> list[str]:
+        return list(self._names)
+
+    def _facts(self) -> dict[str, Any]:
+        return {
             "fingerprint": self.fingerprint,
             "weights": self.weights,
             "stop": self._steps or self._mixing.stop,
@@ -206,8 +210,6 @@ class CacheMixture(RankBatches):
             "seed": self.seed,
             "epoch": self.epoch,
         }
-        rest = ", ".join(f"{name}={value!r}" for name, value in parts.items())
-        return f"{type(self).__name__}({list(self._names)}, {rest})"
 
     # -- states --------------------------------------------------------------------------------
 
@@ -318,11 +320,12 @@ def _joined(
     assembler = _NamedSources(
         first.job_view.assembler, tuple(datasets), source_column, config.batch_format
     )
+    added = (*first.job_view.added, *([(source_column, "source_column")] if source_column else []))
     return Opened(
         named if len(named) <= _MAX_NAME else joined((versions[0], str(len(versions) - 1))),
         view.fingerprint,
         source,
-        replace(first.job_view, view=view, assembler=assembler),
+        replace(first.job_view, view=view, assembler=assembler, added=added),
         _layout(datasets),
         config.window_sizes(source.shards, view.rows_per_slot),
         tuple(dict.fromkeys(n for each in datasets.values() for n in each.opened.nodes)),

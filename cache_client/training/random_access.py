@@ -31,6 +31,7 @@ from cache_client.reading.reader import Reader
 from cache_client.reading.rows import Rows, join
 from cache_client.reading.shard_maps import wait_for_shard_map
 from cache_client.reading.window_sizes import row_bytes
+from cache_client.training.familiar import Familiar
 from cache_client.training.job_config import moved_arguments
 from cache_protocol.errors import ConfigError, checked
 from cache_protocol.storage.row_index import Ids
@@ -40,7 +41,7 @@ RowNumbers: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]] | torch.Ten
 FETCH_BYTES = 32 * 1024 * 1024  # about the most in one fetch
 
 
-class CacheDataset(Dataset[Any]):
+class CacheDataset(Familiar, Dataset[Any]):
     """Rows of a cached table by number: row ``i`` is row ``i`` of the source.
 
     ``dataset[i]`` is one row: a dict from column to value. Numbers are 0-d tensors, fixed-size
@@ -81,6 +82,8 @@ class CacheDataset(Dataset[Any]):
 
     Thread-safety: any thread may read at any time.
     """
+
+    _more = "; view, shuffle, seed, rank and batch_size are arguments of CacheIterableDataset"
 
     @names_explained(lambda: {**moved_arguments(), "view": "an argument of CacheIterableDataset"})
     def __init__(
@@ -167,10 +170,26 @@ class CacheDataset(Dataset[Any]):
         """Rows of the dataset."""
         return self._shards.num_rows
 
-    def __repr__(self) -> str:
-        """The dataset and how it is read; the same in all processes and runs."""
+    @property
+    def schema(self) -> pa.Schema:
+        """Arrow schema of the columns that are read, before they become tensors."""
+        return self._shards.logical
+
+    @property
+    def column_names(self) -> list[str]:
+        """The columns of a row, before ``transform``."""
+        return list(self._convert.names)
+
+    def _first_rows(self, num_rows: int) -> pa.RecordBatch:
+        return self._read(np.arange(min(num_rows, self.num_rows), dtype=np.int64)).to_batch()
+
+    @property
+    def _title(self) -> str:
+        return self.name
+
+    def _facts(self) -> dict[str, Any]:
         transform = getattr(self._transform, "__qualname__", type(self._transform).__qualname__)
-        parts = {
+        return {
             "fingerprint": self.fingerprint,
             "num_rows": self.num_rows,
             "columns": self._shards.logical.names,
@@ -180,8 +199,6 @@ class CacheDataset(Dataset[Any]):
             "nulls": self._nulls,
             "transform": None if self._transform is None else transform,
         }
-        rest = ", ".join(f"{name}={value!r}" for name, value in parts.items() if value is not None)
-        return f"CacheDataset({self.name!r}, {rest})"
 
     # -- reading -------------------------------------------------------------------------------
 

@@ -4,27 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
 
 from cache_client.batches.batch_formats import with_column
 from cache_client.epochs.observer import Observer, SharedDigests
 from cache_client.epochs.passes import Pass
+from cache_client.flight.call_threads import CallThreads
 from cache_client.order.digests import Words, step_digests
-from cache_client.order.order import step_windows
+from cache_client.order.order import StepPlan, step_windows
 from cache_client.order.permutation import Int64Array
-from cache_client.reading.counts import SharedCounts
+from cache_client.reading.counts import ReadCounts, SharedCounts
 from cache_client.reading.fetch_ahead import FETCH_THREADS, ask_ahead, fetch_ahead
-from cache_client.reading.rows import Rows, cut
+from cache_client.reading.rows import Rows, cut, join
 from cache_client.reading.window_sizes import WindowSizes
 from cache_client.training.first_epoch import LoadingSource
 from cache_client.training.job_config import JobConfig
 from cache_client.training.opened import Opened, RowReader
 from cache_client.view_options.job_view import Assemble, JobView
 from cache_client.views.due import samples_of
-from cache_client.views.view import Samples
+from cache_client.views.view import NO_SHUFFLE, Samples
 from cache_protocol.errors import NodeUnavailableError
 
 
@@ -182,6 +185,51 @@ def pass_batches(
                     mask = np.arange(size) < size - padded
                     batch = with_column(batch, config.pad_mask, mask, config.batch_format)
                 yield batch if transform is None else transform(batch)
+
+
+def first_batches(
+    pass_: Pass, config: JobConfig, opened: Opened, counts: SharedCounts
+) -> list[Any]:
+    """The first batches of a pass, `Pass.most_steps`; nothing is counted or reported."""
+    unseen = replace(config, audit="off")
+    observer = opened.make_observer(config, opened.nodes, counts, skipped="", in_worker=False)
+    sizes = opened.sizes_of(config, 1)
+    with (
+        _reader_of(config, opened) as reader,
+        closing(pass_batches(pass_, reader, unseen, opened, sizes, observer, counts)) as batches,
+    ):
+        return list(batches)
+
+
+def first_rows(epoch: int, num_rows: int, config: JobConfig, opened: Opened) -> pa.RecordBatch:
+    """The rows of the first samples of an epoch, at most ``num_rows``; not shuffled.
+
+    While the version loads, they are in the order in which they were loaded.
+    """
+    pass_ = Pass()
+    pass_.epoch, pass_.order = epoch, NO_SHUFFLE.order(opened.slots, epoch)
+    pass_.plan = StepPlan(opened.slots.num_slots(epoch), 1, max(1, num_rows))
+    with _reader_of(config, opened) as reader, CallThreads() as threads:
+        ask = partial(
+            ask_for_window, audits=False, loading=opened.loading, given_up=lambda: reader.is_closed
+        )
+        steps = range(min(1, pass_.plan.num_steps))
+        wait = threads.call(
+            ask, pass_, opened.job_view, 0, lambda ids: partial(reader.fetch, ids), steps
+        )
+        pieces = threads.call(wait).pieces
+    if not pieces:
+        return pa.RecordBatch.from_pylist([], opened.layout.logical)
+    rows = join(pieces)
+    return rows.slice(0, min(num_rows, rows.num_rows)).to_batch()
+
+
+def _reader_of(config: JobConfig, opened: Opened) -> RowReader:
+    return opened.source.open_reader(
+        replica_offset=config.rank.rank,
+        rows_per_message=opened.sizes_of(config, 1).rows_per_message(),
+        counts=ReadCounts([node.id for node in opened.nodes]),
+    )
 
 
 def _assembler(config: JobConfig, opened: Opened) -> Assemble:

@@ -29,6 +29,7 @@ from cache_protocol.errors import (
     NotReadyError,
     StaleVersionError,
 )
+from cache_protocol.storage.column_stats import ColumnStats, union
 from cache_protocol.wire.channels import backoff
 from cache_protocol.wire.credentials import NO_CREDENTIALS, Credentials
 
@@ -76,20 +77,26 @@ def row_values(
         NodeUnavailableError: nodes did not answer before the deadline; names them.
         StaleVersionError: the version is gone.
     """
-    shards = version.shards
-    stored_bytes = max(1, shards.num_bytes // max(1, shards.num_rows))  # of a row
-    step = min(_ROWS_AT_ONCE, max(1, _BYTES_AT_ONCE // stored_bytes))
-    parts = [
-        (shard, range(at, min(at + step, rows.stop)))
-        for shard, rows in enumerate(_shard_ranges(shards))
-        for at in range(rows.start, rows.stop, step)
-    ]
+    parts = _parts(version.shards)
     if not parts:  # only nodes know its type
         return pa.chunked_array([], pa.null())
     answers = _ask(version, parts, expression, where)
     return pa.chunked_array(
         itertools.chain.from_iterable(a.chunks for a in answers), answers[0].type
     )
+
+
+def column_stats(version: VersionNodes, columns: Sequence[str]) -> list[ColumnStats]:
+    """The statistics of columns, in their order; nodes compute them.
+
+    Raises:
+        RequestError, NodeUnavailableError, StaleVersionError: as for `row_values`.
+    """
+    found = [ColumnStats()] * len(columns)
+    for answer in _ask(version, _parts(version.shards), stats=columns):
+        read = [ColumnStats.of(value) for value in answer]
+        found = [union(one, other) for one, other in zip(found, read, strict=True)]
+    return found
 
 
 def selected_rows(
@@ -104,6 +111,17 @@ def selected_rows(
     return [answer.combine_chunks().to_numpy() for answer in _ask(version, parts, "", where)]
 
 
+def _parts(shards: ShardMap) -> list[tuple[int, range]]:
+    """Shards, and the rows of each that are asked for at once."""
+    stored_bytes = max(1, shards.num_bytes // max(1, shards.num_rows))  # of a row
+    step = min(_ROWS_AT_ONCE, max(1, _BYTES_AT_ONCE // stored_bytes))
+    return [
+        (shard, range(at, min(at + step, rows.stop)))
+        for shard, rows in enumerate(_shard_ranges(shards))
+        for at in range(rows.start, rows.stop, step)
+    ]
+
+
 def _shard_ranges(shards: ShardMap) -> list[range]:
     bounds = [*shards.starts.tolist(), shards.num_rows]
     return [range(start, stop) for start, stop in itertools.pairwise(bounds)]
@@ -112,22 +130,25 @@ def _shard_ranges(shards: ShardMap) -> list[range]:
 def _ask(
     version: VersionNodes,
     parts: list[tuple[int, range]],
-    expression: str,
-    where: str | Sequence[str],
+    expression: str = "",
+    where: str | Sequence[str] = (),
+    stats: Sequence[str] = (),
 ) -> list[pa.ChunkedArray]:
     conditions = [where] if isinstance(where, str) else where
     if not parts:
         return []
     with CallThreads() as threads:
-        return threads.call(_ValueRequests(version, expression, conditions).answers, parts)
+        return threads.call(_ValueRequests(version, expression, conditions, stats).answers, parts)
 
 
 class _ValueRequests:
     """Asks replicas for values until one answers, for each part. Thread-safe."""
 
-    def __init__(self, version: VersionNodes, expression: str, where: Sequence[str]) -> None:
+    def __init__(
+        self, version: VersionNodes, expression: str, where: Sequence[str], stats: Sequence[str]
+    ) -> None:
         self._version = version
-        self._expression, self._where = expression, where
+        self._expression, self._where, self._stats = expression, where, stats
         self._shards = version.shards  # the newest
         self._lock = threading.Lock()
         self._connections: dict[str, NodeConnection] = {}
@@ -172,6 +193,7 @@ class _ValueRequests:
                     self._expression,
                     self._where,
                     timeout_s,
+                    stats=self._stats,
                 )
             except _OF_ONE_NODE as error:
                 failure = error

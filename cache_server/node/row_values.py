@@ -24,11 +24,13 @@ import pyarrow as pa
 
 from cache_protocol.cli.output import size
 from cache_protocol.errors import NodeUnavailableError, NotReadyError, RequestError
+from cache_protocol.storage.column_stats import STATS_SCHEMA
 from cache_protocol.storage.memory_budget import ExpressionMemory
 from cache_server.node.turns import Turns
 from cache_server.shards.resident_rows import ResidentRows
 from cache_server.shards.version_key import VersionKey
 from cache_server.sql import sql_process
+from cache_server.sql.column_stats import column_stats_batches
 from cache_server.sql.plain_columns import plain_schema
 from cache_server.sql.row_queries import (
     ROW_SCHEMA,
@@ -45,6 +47,7 @@ MAX_WAITING = 256  # requests of a principal
 MAX_WAIT_S = 30.0  # of a request, until it is its turn or another one has computed its rows
 MAX_TURN_S = 30.0  # of a computation
 MAX_KEPT = 16_384  # conditions, each of one shard; they take about 1 KB each besides their rows
+MAX_STATS = 256  # columns
 _LOT_BYTES = 16 * 1024 * 1024
 _CHECK_S = 0.1
 _MOST_QUERIES = 64
@@ -152,6 +155,47 @@ class RowValues:
                 return ROW_SCHEMA, [pa.array(self._selected(rows, start, stop, where, caller))]
             with self._turn(caller):
                 return self._computed(expression, where, rows, start, stop, caller)
+        except _GoneError:
+            raise NodeUnavailableError("the client ended its call") from None
+
+    def column_stats(
+        self,
+        rows: ResidentRows,
+        start: int,
+        stop: int,
+        columns: tuple[str, ...],
+        caller: Caller = NOBODY,
+    ) -> tuple[pa.Schema, list[pa.Array]]:
+        """The statistics of columns over rows ``[start, stop)`` of one shard.
+
+        Returns:
+            `STATS_SCHEMA`, and its values in pieces, in the order of ``columns``.
+
+        Raises:
+            RequestError, InvalidRowsError, NotReadyError, NodeUnavailableError: as `answer`; or
+                there is no such column, or there are too many.
+        """
+        if len(columns) > MAX_STATS or len(set(columns)) < len(columns):
+            raise RequestError(
+                f"statistics are of at most {MAX_STATS} different columns at once, got "
+                f"{len(columns)}"
+            )
+        limits = Limits(self._memory_bytes, MAX_TURN_S, caller.check)
+        run = Request(
+            column_stats_batches,
+            (len(columns), start),
+            memory_bytes=self._memory_bytes,
+            takes_lots=True,
+        )
+        try:
+            with self._turn(caller), sql_process.lease() as process:
+                lots = rows.lots(start, stop, columns, _LOT_BYTES)
+                batches = process.run(run, limits, lots=lots)
+                return STATS_SCHEMA, _bounded(batch.column(0) for batch in batches)
+        except LimitError as error:
+            raise RequestError(
+                f"statistics of {len(columns)} columns {error}: ask for fewer columns at once"
+            ) from None
         except _GoneError:
             raise NodeUnavailableError("the client ended its call") from None
 

@@ -231,16 +231,17 @@ class FlightService(flight.FlightServerBase):
         rows: ResidentRows,
         wanted: pb.RowExpression,
     ) -> flight.FlightDataStream:
-        """Values computed from rows of a shard."""
-        principal = call.principal
-        schema, pieces = self._ready_node().row_values.answer(
-            rows,
-            wanted.rows.start,
-            wanted.rows.stop,
-            wanted.expression,
-            tuple(wanted.where),
-            Caller(principal.viewer.namespace, principal.name, context.is_cancelled),
-        )
+        """Values or statistics computed from rows of a shard."""
+        principal, values = call.principal, self._ready_node().row_values
+        caller = Caller(principal.viewer.namespace, principal.name, context.is_cancelled)
+        start, stop = wanted.rows.start, wanted.rows.stop
+        if wanted.stats:
+            if wanted.expression or wanted.where:
+                raise RequestError("statistics take no expression and no condition")
+            schema, pieces = values.column_stats(rows, start, stop, tuple(wanted.stats), caller)
+        else:
+            where = tuple(wanted.where)
+            schema, pieces = values.answer(rows, start, stop, wanted.expression, where, caller)
         batches = (
             pa.RecordBatch.from_arrays([piece.slice(at, step)], schema=schema)
             for piece in pieces

@@ -26,7 +26,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from cache_protocol.errors import CacheError, to_proto
-from cache_server.sql import loader, row_queries  # noqa: F401  # requests name functions of both
+from cache_server.sql import column_stats, loader, row_queries  # noqa: F401  # requests name theirs
 from cache_server.sql.session import run_apart
 from cache_server.sql.sql_frames import IDLE_S, Channel, Kind, Request, batch_of
 

@@ -10,6 +10,7 @@ import pytest
 
 from cache_client import CacheClient, DatasetSpec, LoadError
 from cache_client.cli import display
+from cache_client.control import forecast as control_forecast
 from cache_server import LocalCluster
 
 
@@ -35,7 +36,7 @@ def test_plan_load_and_describe_count_the_nulls(
     loaded, described = client.load(spec), client.describe(dataset_name)
 
     assert {**forecast.nulls, "d": 1} == loaded.nulls == described.nulls == {"x": 3, "d": 1}
-    assert "x 3" in dict(display.forecast_facts(forecast))["nulls"]
+    assert "x 3" in dict(control_forecast.forecast_facts(forecast))["nulls"]
     with display.console.capture() as shown:
         display.show_dataset(described, as_json=False)
     assert "x 3" in shown.get()

@@ -18,7 +18,6 @@ from deltalake import write_deltalake
 from pyiceberg.catalog.sql import SqlCatalog
 
 from cache_client import CacheClient, CacheIterableDataset, DatasetSpec, __main__
-from cache_client.cli import display
 from cache_client.control import forecast as control_forecast
 from cache_protocol.cli.output import size
 from cache_protocol.errors import ConfigError, LoadError, RequestError
@@ -249,7 +248,7 @@ def test_the_memory_that_a_load_takes_beside_the_shards_is_foretold(
     query = foretold(groups["few"], sql="SELECT max(whole) AS most FROM source")
     assert query.load_memory_bytes == load_bytes(of_columns(groups["few"], ("whole",)))
     for forecast in (few, query):
-        shown = dict(display.forecast_facts(forecast))["memory to load"]
+        shown = dict(control_forecast.forecast_facts(forecast))["memory to load"]
         assert shown.startswith(f"about {size(forecast.load_memory_bytes)}")
 
 
@@ -402,12 +401,15 @@ def test_what_nobody_can_foretell_is_said_to_be_unknown(
     assert made.guessed_columns == ("loud",) and not made.bytes_known and plain.bytes_known
     assert text.tables[0].bytes_by == "the sizes of the files"
     assert plain.guessed_columns == () and plain.tables[0].bytes_by == ""
-    shown = {forecast.why: dict(display.forecast_facts(forecast)) for forecast in (spread, total)}
+    shown = {
+        forecast.why: dict(control_forecast.forecast_facts(forecast))
+        for forecast in (spread, total)
+    }
     assert "unknown" in shown[spread.why]["decoded"]
     assert "unknown" in shown[spread.why]["nodes needed"]
     assert "not known" in shown[total.why]["result"]
-    assert "column loud" in dict(display.forecast_facts(made))["guessed"]
-    assert dict(display.forecast_facts(text))["decoded"].startswith("about ")
+    assert "column loud" in dict(control_forecast.forecast_facts(made))["guessed"]
+    assert dict(control_forecast.forecast_facts(text))["decoded"].startswith("about ")
 
 
 def cachectl(*arguments: object) -> subprocess.CompletedProcess[str]:

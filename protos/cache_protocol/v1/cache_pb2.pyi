@@ -897,6 +897,7 @@ class RowExpression(google.protobuf.message.Message):
     ROWS_FIELD_NUMBER: builtins.int
     EXPRESSION_FIELD_NUMBER: builtins.int
     WHERE_FIELD_NUMBER: builtins.int
+    STATS_FIELD_NUMBER: builtins.int
     expression: builtins.str
     """SQL of one value a row"""
     @property
@@ -905,15 +906,20 @@ class RowExpression(google.protobuf.message.Message):
     def where(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """SQL of conditions that a row must fulfil"""
 
+    @property
+    def stats(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """In place of both: statistics of these columns, one column "stats", with a value for each."""
+
     def __init__(
         self,
         *,
         rows: Global___RowRange | None = ...,
         expression: builtins.str = ...,
         where: collections.abc.Iterable[builtins.str] | None = ...,
+        stats: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["rows", b"rows"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["expression", b"expression", "rows", b"rows", "where", b"where"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["expression", b"expression", "rows", b"rows", "stats", b"stats", "where", b"where"]) -> None: ...
 
 Global___RowExpression: typing_extensions.TypeAlias = RowExpression
 

@@ -11,6 +11,7 @@ from rich.console import Console
 from cache_client.cli import display, jobs_display
 from cache_client.control import forecast as control_forecast
 from cache_client.control import infos
+from cache_protocol.cli import facts
 from cache_protocol.v1 import cache_pb2 as pb
 
 
@@ -66,7 +67,7 @@ def test_a_value_that_would_steer_the_terminal_is_shown_escaped_on_one_line(
     ],
 )
 def test_floats_have_the_names_that_torch_has_for_them(dtype: pa.DataType | str, name: str) -> None:
-    assert display.type_name(dtype) == name
+    assert facts.type_name(dtype) == name
 
 
 def nodes_needed(largest: int, limit: int, needed: int, on_node: int) -> str:
@@ -79,7 +80,9 @@ def nodes_needed(largest: int, limit: int, needed: int, on_node: int) -> str:
         memory_limit_bytes=limit,
         nodes_needed=needed,
     )
-    return dict(display.forecast_facts(control_forecast.from_proto(forecast, 1, 1)))["nodes needed"]
+    return dict(control_forecast.forecast_facts(control_forecast.from_proto(forecast, 1, 1)))[
+        "nodes needed"
+    ]
 
 
 def test_a_plan_shows_how_many_nodes_it_takes_or_why_no_number_is_enough() -> None:
