@@ -171,6 +171,25 @@ def nulls(footers: Sequence[pq.FileMetaData], columns: Collection[str]) -> dict[
     return counts
 
 
+def null_groups(footer: pq.FileMetaData, column: str) -> list[tuple[int | None, int]]:
+    """The row groups whose statistics tell nulls of a column without fields, and how many.
+
+    Returns:
+        None in place of a row group: the file lacks the column, so each row has a null.
+    """
+    paths = [footer.schema.column(index).path for index in range(footer.num_columns)]
+    if column not in paths:
+        is_nested = column in footer.schema.to_arrow_schema().names
+        return [] if is_nested or not footer.num_rows else [(None, footer.num_rows)]
+    index = paths.index(column)
+    found: list[tuple[int | None, int]] = []
+    for group in range(footer.num_row_groups):
+        statistics = footer.row_group(group).column(index).statistics
+        if statistics is not None and statistics.has_null_count and statistics.null_count:
+            found.append((group, statistics.null_count))
+    return found
+
+
 def with_group_bytes(
     splits: Iterable[Split],
     files: Sequence[SourceFile],
