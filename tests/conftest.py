@@ -21,6 +21,7 @@ import pytest
 from cache_client import CacheClient, DatasetSpec
 from cache_client.flight import connections
 from cache_client.reading import reader
+from cache_protocol.errors import CacheError
 from cache_server import LocalCluster
 from cache_server.local import LocalNode
 from tests import forked_python
@@ -59,6 +60,33 @@ def forked_nodes() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LocalNode, "_spawn", _fork_node)
         yield
+
+
+_LONGEST_ERROR = 600  # characters
+
+
+@pytest.fixture(scope="session")
+def long_errors() -> Iterator[list[str]]:
+    """The errors of the cache that are made in this process and are too long to be read."""
+    found: list[str] = []
+
+    def note(error: CacheError, *args: object) -> None:
+        Exception.__init__(error, *args)
+        if len(str(error)) > _LONGEST_ERROR:
+            found.append(f"{type(error).__name__}: {error}")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CacheError, "__init__", note)
+        yield found
+
+
+@pytest.fixture(autouse=True)
+def errors_are_short(long_errors: list[str]) -> Iterator[None]:
+    """No error lists all files, columns or nodes: see `cache_protocol.errors.some_of`."""
+    yield
+    longest = long_errors.copy()
+    long_errors.clear()
+    assert not longest
 
 
 @pytest.fixture(scope="module")

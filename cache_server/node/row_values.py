@@ -30,12 +30,12 @@ from cache_server.shards.resident_rows import ResidentRows
 from cache_server.shards.version_key import VersionKey
 from cache_server.sql import sql_process
 from cache_server.sql.plain_columns import plain_schema
+from cache_server.sql.quoting import short
 from cache_server.sql.row_queries import (
     ROW_SCHEMA,
     RowQuery,
     check_row_query,
     row_query_batches,
-    short,
 )
 from cache_server.sql.sql_frames import Request
 from cache_server.sql.sql_process import LimitError, Limits, SqlProcess

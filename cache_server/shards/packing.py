@@ -176,11 +176,11 @@ class ShardBuilder:
             column = self.layout.flat.get(name)
             if count and (self._refuse_nulls or not (column is None or column.nullable)):
                 self.refused[name] += count
-                if name in flat.nulls:
-                    is_null = flat.nulls[name].any(axis=1)
-                else:
-                    is_null = flat.values[name].is_null().to_numpy(zero_copy_only=False)
-                self.refused_rows[name] = np.flatnonzero(is_null)
+                mask, values = flat.nulls.get(name), flat.values.get(name)
+                if isinstance(values, pa.Array) and name in self.layout.logical.names:
+                    mask = values.is_null().to_numpy(zero_copy_only=False)[:, np.newaxis]
+                assert mask is not None
+                self.refused_rows[name] = np.flatnonzero(mask.any(axis=1))
 
     def _joined_bits(self, nulls: NullBits) -> BitMatrix:
         joined = np.zeros((self.num_rows, nulls.width), np.uint8)

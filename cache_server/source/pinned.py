@@ -11,6 +11,7 @@ from urllib.parse import unquote
 
 import pyarrow as pa
 
+from cache_protocol.errors import some_of
 from cache_protocol.storage.layout import Layout, schema_from_bytes
 
 PARTITION = b"cache.partition"  # in the metadata of a field whose values are in paths
@@ -299,7 +300,7 @@ def check_schema(schema: pa.Schema) -> None:
 def check_names(names: Sequence[str]) -> None:
     """Like `check_schema`, for the names of columns."""
     if repeated := sorted(name for name, count in Counter(names).items() if count > 1):
-        raise ValueError(f"several columns are named {', '.join(map(repr, repeated))}")
+        raise ValueError(f"several columns are named {some_of(map(repr, repeated))}")
     for name in names:
         _check_text(name)
 

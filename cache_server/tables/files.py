@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 
 from cache_protocol.datasets.column_types import parse_type
 from cache_protocol.datasets.dataset_spec import TYPED_FORMATS, TableSpec
-from cache_protocol.errors import LoadError, RequestError
+from cache_protocol.errors import LoadError, RequestError, some_of
 from cache_server import object_stores
 from cache_server.source.pinned import (
     BY_ARROW,
@@ -133,12 +133,11 @@ def _first_null(path: str, group: int | None, column: str) -> int | None:
     if group is None:
         return 0
     with suppress(OSError, pa.ArrowException), pq.ParquetFile(path) as file:
-        before = sum(file.metadata.row_group(index).num_rows for index in range(group))
-        batches = file.iter_batches(row_groups=[group], columns=[column])
-        for batch in batches:
-            is_null = batch.column(column).is_null()
-            if (row := is_null.index(True).as_py()) >= 0:
-                return before + int(row)
+        before: int = sum(file.metadata.row_group(index).num_rows for index in range(group))
+        for batch in file.iter_batches(row_groups=[group], columns=[column]):
+            row = int(batch.column(column).is_null().index(True).as_py())
+            if row >= 0:
+                return before + row
             before += batch.num_rows
     return None
 
@@ -275,7 +274,7 @@ def _with_types(
                 continue
             raise RequestError(
                 f"table {table.name!r}: types names the column {column!r}, which the first rows do "
-                f"not have; columns: {', '.join(schema.names)}"
+                f"not have; columns: {some_of(schema.names, like=column)}"
             )
         if pa.types.is_list(dtype) and format == "csv":
             raise RequestError(f"table {table.name!r}: types.{column}: {name} is for json, not csv")

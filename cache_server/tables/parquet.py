@@ -10,7 +10,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from cache_protocol.errors import LoadError
+from cache_protocol.errors import LoadError, some_of
 from cache_protocol.storage.layout import GUESSED_VALUE_BYTES, Layout
 from cache_server.source.byte_ranges import Range
 from cache_server.source.pinned import (
@@ -93,7 +93,7 @@ def common_schema(
             other = next(f for f, s in zip(files, schemas, strict=True) if absent[0] in s.names)
             raise LoadError(
                 f"{file.path} has other columns than {other.path}: "
-                f"{', '.join(absent)} missing; missing_columns: null makes them null"
+                f"{some_of(absent)} missing; missing_columns: null makes them null"
             )
         fields |= {name: fields[name].with_nullable(True) for name in absent}
     fields |= {name: without_source_type(fields[name]) for name in several}
@@ -340,8 +340,8 @@ def difference(first: pa.Schema, other: pa.Schema) -> str:
         for name in {**expected, **found}
         if expected.get(name) != found.get(name)
     ]
-    return "; ".join(notes) or (
-        f"they stand as {', '.join(other.names)} instead of {', '.join(first.names)}"
+    return (some_of(notes, "; ") if notes else "") or (
+        f"they stand as {some_of(other.names)} instead of {some_of(first.names)}"
     )
 
 

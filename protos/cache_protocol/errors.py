@@ -215,10 +215,10 @@ def some_of(items: Iterable[object], separator: str = ", ", *, like: str | None 
     """The first four of a list, and the number of the others: no message lists more.
 
     Args:
-        like: a text that is none of them; those that resemble it come first.
+        like: a text that is none of them; of more than four, those that resemble it come first.
     """
     texts = list(map(str, items))
-    if like is not None:
+    if like is not None and len(texts) > _MOST_LISTED:
         close = get_close_matches(like, texts[:_MOST_COMPARED], _MOST_LISTED, 0.5)
         texts = [*close, *(text for text in texts if text not in close)]
     more = f" and {len(texts) - _MOST_LISTED} more" if len(texts) > _MOST_LISTED else ""

@@ -29,7 +29,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from cache_protocol.errors import RequestError
+from cache_protocol.errors import RequestError, some_of
 from cache_protocol.storage.nested_values import retyped, storage_type
 
 Numbers: TypeAlias = npt.NDArray[np.generic]
@@ -114,11 +114,11 @@ def flat_tree(logical: pa.Schema) -> FlatTree:
         except RequestError as error:
             problems.append(f"{column.name!r}: {error}")
     if problems:
-        raise RequestError("; ".join(problems))
+        raise RequestError(some_of(problems, "; "))
     names = Counter(column.name for column in leaves(tree))
     if repeated := sorted(name for name, count in names.items() if count > 1):
         raise RequestError(
-            f"several columns, or fields of structs, are named {', '.join(map(repr, repeated))}: "
+            f"several columns, or fields of structs, are named {some_of(map(repr, repeated))}: "
             "name them apart in the sql"
         )
     return tuple(tree)
@@ -182,9 +182,8 @@ def pruned(logical: pa.Schema, names: Sequence[str]) -> pa.Schema:
             assert fields is not None
             fields.append(inner)
     if unknown:
-        raise RequestError(
-            f"no column {', '.join(map(repr, unknown))}; columns: {', '.join(logical.names)}"
-        )
+        known = some_of(logical.names, like=unknown[0])
+        raise RequestError(f"no column {some_of(map(repr, unknown))}; columns: {known}")
     return pa.schema([_pruned_field(logical.field(top), inner) for top, inner in wanted.items()])
 
 
