@@ -23,14 +23,13 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from cache_protocol.cli.output import size
-from cache_protocol.errors import NodeUnavailableError, NotReadyError, RequestError
+from cache_protocol.errors import NodeUnavailableError, NotReadyError, RequestError, short
 from cache_protocol.storage.memory_budget import ExpressionMemory
 from cache_server.node.turns import Turns
 from cache_server.shards.resident_rows import ResidentRows
 from cache_server.shards.version_key import VersionKey
 from cache_server.sql import sql_process
 from cache_server.sql.plain_columns import plain_schema
-from cache_server.sql.quoting import short
 from cache_server.sql.row_queries import (
     ROW_SCHEMA,
     RowQuery,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from cache_protocol.errors import short
+
 
 def identifier(name: str) -> str:
     """A quoted name."""
@@ -11,11 +13,6 @@ def identifier(name: str) -> str:
 def literal(value: str) -> str:
     """A quoted string."""
     return "'" + value.replace("'", "''") + "'"
-
-
-def short(text: str, length: int = 200) -> str:
-    """The beginning of a text: gRPC loses errors of more than a few KiB."""
-    return text if len(text) <= length else f"{text[:length]}..."
 
 
 def shown(sql: str) -> str:

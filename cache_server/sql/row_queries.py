@@ -14,13 +14,13 @@ import numpy as np
 import pyarrow as pa
 
 from cache_protocol.datasets.dataset_spec import TABLE
-from cache_protocol.errors import CacheError, RequestError
+from cache_protocol.errors import CacheError, RequestError, short
 from cache_server.source.pinned import no_rows
 from cache_server.sql.bounded import first_unbounded
 from cache_server.sql.ignored_sql import are_paired, bare
 from cache_server.sql.planned_types import other_types
 from cache_server.sql.queries import check_query
-from cache_server.sql.quoting import identifier, short, shown
+from cache_server.sql.quoting import identifier, shown
 from cache_server.sql.session import (
     TABLE_FUNCTIONS,
     check_values,
@@ -143,7 +143,7 @@ def run_row_query(query: RowQuery, lots: Iterable[pa.RecordBatch]) -> Iterator[p
         raise
     except BaseException as error:  # DataFusion raises bare Exception, or panics
         reraise_exit(error)
-        reason = short(reason_of(error), 1000)
+        reason = short(reason_of(error), 300)
         raise RequestError(f"{short(repr(query.text))}: {reason}") from None
 
 
@@ -196,7 +196,7 @@ def _checked(kind: str, text: str, schema: pa.Schema) -> tuple[pa.DataType, set[
         query = check_query(sql, {TABLE: schema}, allow_unordered=True)
     except RequestError as error:
         reason = str(error).removeprefix(f"sql {shown(sql)}: ")
-        raise RequestError(f"{named}: {short(reason, 1000)}") from None
+        raise RequestError(f"{named}: {short(reason, 300)}") from None
     if query.joins or not query.keeps_every_row:
         what = "a query" if query.joins else query.why_whole or "unnest"
         raise RequestError(f"{named} must be computed from one row alone, got {what}")

@@ -225,6 +225,11 @@ def some_of(items: Iterable[object], separator: str = ", ", *, like: str | None 
     return f"{separator.join(texts[:_MOST_LISTED]) or 'none'}{more}"
 
 
+def short(text: str, length: int = 200) -> str:
+    """The beginning of a text: gRPC loses errors of more than a few KiB."""
+    return text if len(text) <= length else f"{text[:length]}..."
+
+
 def missing_package(error: ImportError, what: str, extra: str) -> str:
     """The message for a package that an extra of this distribution brings.
 

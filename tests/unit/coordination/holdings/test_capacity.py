@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from cache_protocol.datasets.dataset_spec import DatasetSpec
 from cache_protocol.errors import LoadError
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.coordination.coordinator import Coordinator
@@ -90,7 +91,7 @@ def test_a_shard_larger_than_every_node_is_refused_with_the_option_that_makes_it
     FakeNode(coordinator, "one", limit_bytes=50).beat()
 
     with pytest.raises(LoadError, match="needs a smaller target_shard_bytes: no number of nodes"):
-        coordinator.create(spec(source, target_shard_bytes=10**6))
+        coordinator.create(DatasetSpec("table", source, target_shard_bytes=10**6))
 
 
 def test_a_load_under_way_takes_the_room_that_it_is_going_to_need(
