@@ -65,30 +65,25 @@ def forked_nodes() -> Iterator[None]:
 _LONGEST_ERROR = 600  # characters
 
 
-@pytest.fixture(scope="session")
-def long_errors() -> Iterator[list[str]]:
-    """The errors of the cache that are made in this process and are too long to be read."""
-    found: list[str] = []
+@pytest.fixture(autouse=True)
+def errors_are_short() -> Iterator[None]:
+    """No error that is made in this process during a test is too long to be read.
+
+    None lists all files, columns or nodes: see `cache_protocol.errors.some_of`.
+    """
+    long: list[str] = []
 
     def note(error: CacheError, *args: object) -> None:
         Exception.__init__(error, *args)
         # Bad settings are quoted all at once.
         problems = str(error).split("; ") if isinstance(error, ConfigError) else [str(error)]
         if max(map(len, problems)) > _LONGEST_ERROR:
-            found.append(f"{type(error).__name__}: {error}")
+            long.append(f"{type(error).__name__}: {error}")
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CacheError, "__init__", note)
-        yield found
-
-
-@pytest.fixture(autouse=True)
-def errors_are_short(long_errors: list[str]) -> Iterator[None]:
-    """No error lists all files, columns or nodes: see `cache_protocol.errors.some_of`."""
-    yield
-    longest = long_errors.copy()
-    long_errors.clear()
-    assert not longest
+        yield
+    assert not long
 
 
 @pytest.fixture(scope="module")
