@@ -166,7 +166,8 @@ class CacheServer:
             )
         except (OSError, pa.ArrowException) as error:
             raise ConfigError(
-                f"cannot listen on Flight port {config.bind}:{config.flight_port}: {error}"
+                f"cannot listen on Flight port {config.bind}:{config.flight_port}: {error}; if it "
+                "is taken, choose another with --flight-port"
             ) from None
         tls = config.tls_cert is not None
         self.page = f"{'https' if tls else 'http'}://{config.host}:{self._web.port}/"

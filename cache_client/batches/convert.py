@@ -43,7 +43,7 @@ from cache_client.batches.images import ImageDecoder, ImageMode
 from cache_client.batches.null_rules import NullRules, Nulls, is_number_column, value_type
 from cache_client.job.arguments import BatchFormat
 from cache_client.reading.rows import Rows, cut
-from cache_protocol.errors import ConfigError, RequestError
+from cache_protocol.errors import ConfigError, RequestError, some_of
 from cache_protocol.storage.flat_columns import FlatColumn, FlatStruct, FlatTree
 from cache_protocol.storage.layout import Layout, transposed
 
@@ -499,7 +499,9 @@ def _image_getters(
     getters: dict[str, _Getter] = {}
     for name, mode in decode.items():
         if name not in layout.flat:
-            raise ConfigError(f"decode: no column {name!r}; columns: {', '.join(layout.flat)}")
+            raise ConfigError(
+                f"decode: no column {name!r}; columns: {some_of(layout.flat, like=name)}"
+            )
         column = layout.flat[name]
         if column.kind != "arrow" or column.stored not in (pa.binary(), pa.large_binary()):
             raise ConfigError(f"decode: column {name!r} is a {column.dtype}, and images are binary")

@@ -24,7 +24,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from cache_client.reading.rows import Rows
-from cache_protocol.errors import ConfigError
+from cache_protocol.errors import ConfigError, some_of
 from cache_protocol.storage.flat_columns import (
     Bits,
     FlatColumn,
@@ -200,12 +200,14 @@ def _check_names(layout: Layout, names: Collection[str]) -> None:
                 f"nulls: column {name!r} is {layout.flat[name].dtype}, whose nulls are None: only "
                 "nulls of numbers can be filled"
             )
-        raise ConfigError(f"nulls: no column {name!r} of numbers; they are: {', '.join(numbers)}")
+        raise ConfigError(
+            f"nulls: no column {name!r} of numbers; they are: {some_of(numbers, like=name)}"
+        )
 
 
 def _refusal(columns: Sequence[FlatColumn]) -> str:
     first = columns[0]
-    named = ", ".join(f"{column.name!r} ({value_type(column)})" for column in columns)
+    named = some_of(f"{column.name!r} ({value_type(column)})" for column in columns)
     fill = False if pa.types.is_boolean(value_type(first)) else -1
     return (
         f"nulls in {'column' if len(columns) == 1 else 'columns'} {named}, and tensors have none: "

@@ -33,7 +33,13 @@ from cache_client.views.view import (
     epoch_order,
     view_fingerprint,
 )
-from cache_protocol.errors import CacheError, ConfigError, StaleVersionError, missing_package
+from cache_protocol.errors import (
+    CacheError,
+    ConfigError,
+    StaleVersionError,
+    missing_package,
+    some_of,
+)
 
 _CHANGE_NO_ROWS = ("codes", "join", "pad_lists")  # options of `View` that only make columns
 
@@ -121,8 +127,7 @@ def record_of(job: JobInfo, epoch: int, rows_consumed: int | None) -> AuditRecor
     begins = sorted({each.rows_consumed for each in found})
     if len(begins) > 1:
         raise ConfigError(
-            f"the job read epoch {epoch} in parts: give --rows-consumed as one of "
-            f"{', '.join(map(str, begins))}"
+            f"the job read epoch {epoch} in parts: give --rows-consumed as one of {some_of(begins)}"
         )
     kinds = {replace(each, **_OF_RANK, **_of_load(each)) for each in found}
     if len(kinds) > 1:

@@ -26,6 +26,7 @@ from cache_protocol.errors import (
     NotReadyError,
     RequestError,
     StaleVersionError,
+    some_of,
 )
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.wire.channels import backoff
@@ -97,7 +98,7 @@ class Commits:
         if answer.lost:
             raise LostPartitionsError(
                 f"dataset {name!r} was not committed: no live node has partitions "
-                f"{', '.join(map(str, answer.lost))}, as they were chosen. Put them again, by "
+                f"{some_of(answer.lost)}, as they were chosen. Put them again, by "
                 "other attempts",
                 answer.lost,
             )

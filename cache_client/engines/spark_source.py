@@ -17,7 +17,7 @@ from cache_client.control.client import CacheClient
 from cache_client.engines.tasks import RowParts, chosen, put_batches
 from cache_client.job.connection import Connection
 from cache_client.writing.writes import PartitionAck, Write
-from cache_protocol.errors import ConfigError, SchemaError, checked, missing_package
+from cache_protocol.errors import ConfigError, SchemaError, checked, missing_package, some_of
 from cache_protocol.storage.lossless import Verdict, can_become, conform
 
 try:
@@ -183,7 +183,7 @@ def arrow_schema(schema: types.StructType) -> pa.Schema:
         if dtype is None
     ]
     if problems:
-        raise SchemaError("; ".join(problems))
+        raise SchemaError(some_of(problems, "; "))
     return pa.schema([(field.name, dtype) for field, dtype in found])
 
 

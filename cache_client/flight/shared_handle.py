@@ -19,6 +19,9 @@ from cache_protocol.errors import (
 )
 from cache_protocol.v1 import cache_pb2 as pb
 
+# gRPC's words for a server that answers in HTTP/1, and for an HTTPS server without HTTP/2.
+_NO_FLIGHT = ("Expected SETTINGS frame", "http1.x server", "missing selected ALPN property")
+
 
 class ConnectionClosedError(NodeUnavailableError):
     """This process closed the connection, for example before a fork; the node did not fail."""
@@ -95,17 +98,23 @@ def flight_call(location: str) -> Iterator[None]:
         except flight.FlightError as error:
             raise _cache_error(error, location) from None
         except pa.ArrowNotImplementedError:
-            raise ConfigError(
-                f"the server at {location} does not serve Arrow Flight: give the Flight port of a "
-                "node, by default 50051"
-            ) from None
+            raise _no_flight(location) from None
         except (pa.ArrowException, StopIteration, OSError) as error:
             # A broken stream, or a closed client.
             raise NodeUnavailableError(f"node at {location} did not answer: {error!r}") from None
 
 
+def _no_flight(location: str) -> ConfigError:
+    return ConfigError(
+        f"the server at {location} does not serve Arrow Flight: give the Flight port of a node, by "
+        "default 50051"
+    )
+
+
 def _cache_error(error: flight.FlightError, location: str) -> CacheError:
     if error.extra_info:
         return from_proto(pb.Error.FromString(bytes(error.extra_info)))
+    if any(words in str(error) for words in _NO_FLIGHT):
+        return _no_flight(location)
     first_line = str(error).splitlines()[0] if str(error) else repr(error)
     return NodeUnavailableError(f"node at {location} did not answer: {first_line}")

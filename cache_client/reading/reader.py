@@ -40,6 +40,7 @@ from cache_protocol.errors import (
     NodeUnavailableError,
     NotReadyError,
     StaleVersionError,
+    some_of,
 )
 from cache_protocol.storage.row_index import Ids, Indices, RowRuns
 from cache_protocol.wire.channels import backoff
@@ -358,7 +359,7 @@ class Reader:
         except _IncompleteError:
             nodes = sorted({str(part.node or "of this machine's files") for part in missing})
             raise NodeUnavailableError(
-                f"node {', '.join(nodes)} did not bring its rows of dataset "
+                f"node {some_of(nodes)} did not bring its rows of dataset "
                 f"{self._router.shards.dataset!r} within {self._deadline_s:g} s: {last_error}"
             ) from None
         return answers

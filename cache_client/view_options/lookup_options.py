@@ -33,7 +33,7 @@ from cache_client.view_options.lookups import (
 from cache_client.view_options.options import View
 from cache_client.views.shared_array import SharedArray
 from cache_client.views.view import SlotView, as_keys, quoted
-from cache_protocol.errors import ConfigError
+from cache_protocol.errors import ConfigError, some_of
 
 _FETCHED_ROWS: Final = 65_536  # of a joined dataset, at once
 
@@ -59,7 +59,7 @@ def columns_to_read(
     codes = coded(options)
     unknown = [name for name in (*codes, *(options.join or {})) if name not in names]
     if unknown:
-        raise ConfigError(f"no column {unknown[0]!r}; columns: {', '.join(names)}")
+        raise ConfigError(f"no column {unknown[0]!r}; columns: {some_of(names, like=unknown[0])}")
     read = tuple(name for name in (asked or names) if name not in codes)
     if read:
         return read, frozenset()

@@ -24,7 +24,7 @@ from cache_client.views.length_buckets import LengthBucketsView
 from cache_client.views.packing import PackingView
 from cache_client.views.shared_array import SharedArray
 from cache_client.views.view import Shuffle, SlotView, as_sql, codes_of, of_slots, quoted
-from cache_protocol.errors import ConfigError
+from cache_protocol.errors import ConfigError, some_of
 from cache_protocol.storage.flat_columns import numpy_dtype
 from cache_protocol.storage.layout import Layout
 from cache_protocol.storage.nested_values import plain_type
@@ -182,7 +182,7 @@ def _lengths(option: str, found: pa.ChunkedArray) -> SharedArray:
 def _check_lists(layout: Layout, option: str, column: str, *, floats: bool = False) -> None:
     if column not in layout.logical.names:
         raise ConfigError(
-            f"{option}: no column {column!r}; columns: {', '.join(layout.logical.names)}"
+            f"{option}: no column {column!r}; columns: {some_of(layout.logical.names, like=column)}"
         )
     kind = plain_type(layout.logical.field(column).type)
     inner = kind.value_type if pa.types.is_list(kind) or pa.types.is_large_list(kind) else None

@@ -20,7 +20,7 @@ from cache_client.writing.arrow_columns import (
     polars_problem,
     require_one_kind,
 )
-from cache_protocol.errors import ConfigError, SchemaError
+from cache_protocol.errors import ConfigError, SchemaError, some_of
 from cache_protocol.storage.lossless import WRITE_ADVICE, conform_batch
 from cache_protocol.storage.type_rules import repeated_names
 
@@ -109,7 +109,7 @@ def exported(data: Any) -> ArrowSource:
         raise ConfigError(f"data must be {KINDS}, got a {type(data).__name__}")
     if repeated := repeated_names(found.schema.names):
         raise SchemaError(
-            f"columns cannot share a name: {', '.join(map(repr, repeated))}: give each another one"
+            f"columns cannot share a name: {some_of(map(repr, repeated))}: give each another one"
         )
     return found
 

@@ -29,6 +29,7 @@ from cache_protocol.errors import (
     SchemaError,
     StaleVersionError,
     UnauthenticatedError,
+    some_of,
 )
 from cache_protocol.storage.lossless import column_problems, require_no_nulls
 
@@ -130,7 +131,7 @@ def _appended(spec: DatasetSpec, before: DatasetSpec) -> DatasetSpec:
     if len(before.source) > 1 or not _FOLDER.fullmatch(last) or not start.startswith(f"{root}/"):
         raise RequestError(
             f"cannot append to {name!r} through {root!r}: its rows come from "
-            f"{', '.join(before.source)}, and no write through {root!r} made that"
+            f"{some_of(before.source)}, and no write through {root!r} made that"
         )
     if spec.nulls == "refuse" != before.nulls:
         raise RequestError(
@@ -179,7 +180,7 @@ def _with_columns_of(known: pa.Schema, source: ArrowSource, name: str) -> ArrowS
     """
     if problems := column_problems(source.schema, known):
         raise SchemaError(
-            f"cannot append to {name!r}: {'; '.join(problems)}. Cast the rows before you write "
+            f"cannot append to {name!r}: {some_of(problems, '; ')}. Cast the rows before you write "
             "them, or write all rows again without append"
         )
     return replace(source, schema=known, batches=conformed(source.batches, known))

@@ -19,6 +19,7 @@ from cache_protocol.errors import (
     NodeUnavailableError,
     StaleVersionError,
     require_ready,
+    some_of,
 )
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.wire.load_progress import LoadMeter, LoadReport, OncePerSecond
@@ -133,7 +134,7 @@ class EnvironmentLoad:
             if now > deadline:
                 raise NodeUnavailableError(
                     f"only {len(joined)} of {self._num_nodes} cache nodes joined within "
-                    f"{self._join_timeout_s:g} s: {', '.join(joined)}"
+                    f"{self._join_timeout_s:g} s: {some_of(joined)}"
                 )
             if now - logged_at >= _WAITING_LOG_S:
                 logged_at = now

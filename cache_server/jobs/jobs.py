@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Final, NamedTuple
 
-from cache_protocol.errors import DatasetNotFoundError
+from cache_protocol.errors import DatasetNotFoundError, some_of
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.auth.principals import EVERYTHING, Viewer
 from cache_server.jobs.history import HISTORY_S
@@ -26,7 +26,6 @@ _AUDIT_BYTES: Final = Bounds(principal=24 << 20, namespace=48 << 20, total=192 <
 _AUDIT_OVERHEAD: Final = 512  # bytes of a record, apart from its text
 # All ranks of the largest job may report at once. Later, each job sends 50 a second.
 _REPORTS_PER_S, _BURST = 1000.0, 16_384
-_MOST_NAMED: Final = 20
 
 
 class JobKey(NamedTuple):
@@ -158,10 +157,8 @@ class Jobs:
                 found.append(info)
         if name and not found:
             known = sorted(set(seen.values()))
-            more = f" and {len(known) - _MOST_NAMED} more" if len(known) > _MOST_NAMED else ""
             raise DatasetNotFoundError(
-                f"no reader of a job {name!r} has reported; jobs: "
-                f"{', '.join(known[:_MOST_NAMED]) or 'none'}{more}"
+                f"no reader of a job {name!r} has reported; jobs: {some_of(known, like=name)}"
             )
         return sorted(found, key=lambda info: (not info.live, info.name, info.dataset))
 

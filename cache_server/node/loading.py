@@ -18,12 +18,13 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from cache_protocol.errors import LoadError, NodeUnavailableError
+from cache_protocol.errors import LoadError, NodeUnavailableError, some_of
 from cache_protocol.storage.layout import Layout
 from cache_protocol.storage.shard_files import SealedShard
 from cache_protocol.wire.credentials import Credentials
 from cache_server.node import peer_files, staging
 from cache_server.node.desired import DesiredShard, LoadPlan, SameShard
+from cache_server.node.null_places import NullPlaces, RowSource
 from cache_server.plan.shard_plan import load_memory_bytes, max_rows
 from cache_server.plan.written_version import put_of
 from cache_server.shards.packing import ShardBuilder
@@ -93,8 +94,8 @@ class Job:
     def __str__(self) -> str:
         if self.shard is None:
             return "the whole query"
-        splits = ", ".join(map(str, self.splits))
-        return f"shard {self.shard.index}{' of ' if splits else ''}{splits}"
+        splits = f" of {some_of(self.splits)}" if self.splits else ""
+        return f"shard {self.shard.index}{splits}"
 
     def secrets_of(self, table: PinnedTable) -> Mapping[str, str]:
         """The secrets of one table of the plan."""
@@ -183,12 +184,17 @@ def load_shard(store: ShardStore, job: Job, spooled: SpooledTables) -> None:
             rows = _joined_rows(job, table, splits, spooled.paths(job, others), store.scratch)
         else:
             rows = _rows(job, table, splits, job.plan.sql, store.scratch)
-        check = _TypeCheck(job.plan.logical)
-        for what, batch in rows:
-            check(batch, what)
-            _append(builder, batch, what)
+        check, places = _TypeCheck(job.plan.logical), NullPlaces()
+        latest, start = None, 0
+        for source, batch in rows:
+            if source is not latest:
+                latest, start = source, builder.num_rows
+            check(batch, source)
+            row = builder.num_rows - start
+            _append(builder, batch, source)
+            places.note(builder, source, row)
             job.rows = builder.num_rows
-        batch = _finish(job, builder, ", ".join(map(str, splits)))
+        batch = _finish(job, builder, str(places), RowSource(splits) if splits else "no file")
         store.seal(job.key, index, batch, draft, builder.nulls)
 
 
@@ -219,12 +225,14 @@ def run_whole(store: ShardStore, job: Job) -> int:
         store.drop_version(job.key)
     builder = ShardBuilder(job.plan.logical, refuse_nulls=job.plan.refuse_nulls)
     num_shards = done = 0
-    check, what = _TypeCheck(job.plan.logical), f"the result of {job.plan.sql!r}"
+    check, what = _TypeCheck(job.plan.logical), "the result of the query"
+    first_null: int | None = None
 
     def seal() -> None:
         nonlocal num_shards, builder
         if not job.missing or num_shards in job.missing:
-            batch = _finish(job, builder, what)
+            where = "" if first_null is None else f", in row {first_null} of {what}"
+            batch = _finish(job, builder, where, what)
             store.seal(job.key, num_shards, batch, nulls=builder.nulls)
         num_shards += 1
         builder = ShardBuilder(job.plan.logical, refuse_nulls=job.plan.refuse_nulls)
@@ -242,6 +250,8 @@ def run_whole(store: ShardStore, job: Job) -> int:
                 ):
                     seal()
                 _append(builder, batch.slice(start, rows), what)
+                if first_null is None and builder.refused_rows:
+                    first_null = done + int(builder.refused_rows[next(iter(builder.refused))][0])
                 done += rows
                 job.rows = done
         if builder.num_rows:
@@ -301,19 +311,18 @@ def _while_wanted(job: Job, chunks: Iterator[pa.Buffer]) -> Iterator[pa.Buffer]:
 
 def _rows(
     job: Job, table: PinnedTable, splits: Sequence[Split], sql: str, scratch: Path
-) -> Generator[tuple[str, pa.RecordBatch], None, None]:
-    """The rows of a query over each split of one table, in row order, with the names of splits."""
+) -> Generator[tuple[RowSource, pa.RecordBatch], None, None]:
+    """The rows of a query over each split of one table, in row order, with where they come from."""
     with closing(staging.stage(table, splits, job.secrets_of(table), scratch)) as groups:
         for files in groups:
+            source = RowSource([file.split for file in files], files, sql, table)
             if len(files) == 1:
-                what = str(files[0].split)
                 batches = loader.read_split(files[0], sql, table, job.note, job.limits)
             else:
-                what = f"{files[0].split} to {files[-1].split}"
                 batches = loader.read_together(files, sql, table, job.limits)
             for batch in batches:
                 job.check_wanted()
-                yield what, batch
+                yield source, batch
 
 
 def _joined_rows(
@@ -322,15 +331,16 @@ def _joined_rows(
     splits: Sequence[Split],
     others: Mapping[str, Path],
     scratch: Path,
-) -> Generator[tuple[str, pa.RecordBatch], None, None]:
+) -> Generator[tuple[RowSource, pa.RecordBatch], None, None]:
     """Like `_rows`, for a query that also reads other tables."""
     for split in splits:
         path = scratch / f"{uuid.uuid4().hex}.arrow"
+        source = RowSource([split])
         try:
             _spool(job, table, [split], path)
             for batch in _run_over(split, job, {**others, table.name: path}):
                 job.check_wanted()
-                yield str(split), batch
+                yield source, batch
         finally:
             path.unlink(missing_ok=True)
 
@@ -378,7 +388,7 @@ class _TypeCheck:
         self._logical = logical
         self._checked: pa.Schema | None = None
 
-    def __call__(self, batch: pa.RecordBatch, what: str) -> None:
+    def __call__(self, batch: pa.RecordBatch, what: object) -> None:
         """Raises a LoadError that names the columns."""
         if self._checked is not None and batch.schema.equals(self._checked):
             return
@@ -387,16 +397,18 @@ class _TypeCheck:
         self._checked = batch.schema
 
 
-def _append(builder: ShardBuilder, batch: pa.RecordBatch, what: str) -> None:
+def _append(builder: ShardBuilder, batch: pa.RecordBatch, what: object) -> None:
     try:
         builder.append(batch)
     except pa.ArrowInvalid as error:
         raise LoadError(f"cannot store {what}: {error}") from None
 
 
-def _finish(job: Job, builder: ShardBuilder, what: str) -> pa.RecordBatch:
+def _finish(job: Job, builder: ShardBuilder, where: str, what: object) -> pa.RecordBatch:
     tables = {table.name: table.read_schema for table in job.plan.tables}
     try:
-        return builder.finish(lambda: queries.computed_columns(job.plan.sql, tables))
+        return builder.finish(lambda: queries.computed_columns(job.plan.sql, tables), where)
     except LoadError as error:
-        raise LoadError(f"{what}: {error}") from None
+        if builder.refused:
+            raise
+        raise LoadError(f"{error}; the rows are those of {what}") from None

@@ -26,6 +26,7 @@ from cache_protocol.errors import (
     NodeUnavailableError,
     NotReadyError,
     StaleVersionError,
+    some_of,
 )
 from cache_protocol.storage.memory_budget import expression_memory
 from cache_protocol.storage.row_index import ROWS_OF_A_SHARD
@@ -276,11 +277,11 @@ class Node:
             others = [key.fingerprint for key in kept if key.dataset == dataset]
             if others:
                 raise StaleVersionError(
-                    f"dataset {dataset!r} has fingerprint {', '.join(others)}, not {fingerprint}"
+                    f"dataset {dataset!r} has fingerprint {some_of(others)}, not {fingerprint}"
                 )
             names = sorted({viewer.shown(key.dataset) for key in kept})
         raise DatasetNotFoundError(
-            f"no dataset {dataset!r} on this node; datasets: {', '.join(names) or 'none'}"
+            f"no dataset {dataset!r} on this node; datasets: {some_of(names, like=dataset)}"
         )
 
     def _sealed_rows(self, state: VersionState) -> ResidentRows:

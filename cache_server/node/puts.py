@@ -26,6 +26,7 @@ from cache_protocol.errors import (
     NodeUnavailableError,
     RequestError,
     SchemaError,
+    some_of,
 )
 from cache_protocol.storage.layout import Layout
 from cache_protocol.storage.lossless import column_problems, conform_batch, require_no_nulls
@@ -148,8 +149,8 @@ class Puts:
         problems = column_problems(schema, wanted) or _expanding(schema)
         if problems:
             raise SchemaError(
-                f"the put has other columns than its write: {'; '.join(problems)}. Cast the rows "
-                "before you put them"
+                f"the put has other columns than its write: {some_of(problems, '; ')}. Cast the "
+                "rows before you put them"
             )
         has_types = all(schema.field(field.name).type.equals(field.type) for field in wanted)
         messages = self._while_open(write, messages)

@@ -23,7 +23,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from cache_protocol.cli.output import size
-from cache_protocol.errors import NodeUnavailableError, NotReadyError, RequestError
+from cache_protocol.errors import NodeUnavailableError, NotReadyError, RequestError, short
 from cache_protocol.storage.column_stats import STATS_SCHEMA
 from cache_protocol.storage.memory_budget import ExpressionMemory
 from cache_server.node.turns import Turns
@@ -37,7 +37,6 @@ from cache_server.sql.row_queries import (
     RowQuery,
     check_row_query,
     row_query_batches,
-    short,
 )
 from cache_server.sql.sql_frames import Request
 from cache_server.sql.sql_process import LimitError, Limits, SqlProcess

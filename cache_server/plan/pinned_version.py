@@ -15,7 +15,7 @@ from functools import cached_property
 import pyarrow as pa
 
 from cache_protocol.datasets.dataset_spec import DatasetSpec
-from cache_protocol.errors import LoadError, RequestError
+from cache_protocol.errors import LoadError, RequestError, some_of
 from cache_protocol.storage.layout import Layout, schema_from_bytes, with_large_offsets
 from cache_protocol.storage.nested_values import plain_type
 from cache_protocol.v1 import cache_pb2 as pb
@@ -27,6 +27,7 @@ from cache_server.plan.shard_plan import (
     varying_bytes,
     with_contents,
 )
+from cache_server.shards.null_advice import null_place, null_places, null_problem
 from cache_server.shards.packing import logical_schema
 from cache_server.shards.version_key import VersionKey
 from cache_server.source.pinned import (
@@ -35,6 +36,7 @@ from cache_server.source.pinned import (
     PinnedTable,
     SourceFile,
     Split,
+    partition_types,
     source_type,
     with_lineage,
 )
@@ -181,7 +183,7 @@ def plan_version(spec: DatasetSpec, before: Sequence[PinnedVersion] = ()) -> Ope
                 stack.callback(pins[table.name].close)
             planned = _plan(spec, formats, pins, before)
         except pa.ArrowException as error:  # of a type that a library lacks, or of damage
-            sources = ", ".join(source for table in spec.tables for source in table.source)
+            sources = some_of(source for table in spec.tables for source in table.source)
             raise LoadError(f"cannot read {sources}: {error}") from None
         stack.pop_all()
         return planned
@@ -254,8 +256,34 @@ def _plan(
         explanation,
         _unsized_columns(logical, query, driver),
     )
+    _refuse_known_nulls(version, query, pins)
     version = _sharing(version, pins, before)
     return OpenPlan(version, dict(pins), splits, query)
+
+
+def _refuse_known_nulls(
+    version: PinnedVersion, query: queries.Query, pins: Mapping[str, Pin]
+) -> None:
+    """Refuses a load that is certain to find nulls that its spec refuses.
+
+    Raises:
+        LoadError: the one that the load would have.
+    """
+    if version.spec.nulls != "refuse" or not query.keeps_every_row:
+        return  # else the query may drop the rows with nulls
+    found = {}
+    for name, (table, column) in query.passed_on.items():
+        schema = pins[table].schema
+        is_stored = column in schema.names and column not in partition_types(schema)
+        if is_stored and (nulls := pins[table].known_nulls(column)):
+            found[name] = nulls
+    if found:
+        (name, nulls), *others = found.items()
+        first = null_place(nulls.files[0], nulls.row, nulls.group)
+        where = null_places(first, nulls.files)
+        raise LoadError(
+            null_problem(name, nulls.count, where=where, others=[other for other, _ in others])
+        )
 
 
 def _logical(query: queries.Query, pins: Mapping[str, Pin]) -> pa.Schema:

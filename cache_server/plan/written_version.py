@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import pyarrow as pa
 
 from cache_protocol.datasets.dataset_spec import DatasetSpec
-from cache_protocol.errors import RequestError, SchemaError
+from cache_protocol.errors import RequestError, SchemaError, some_of
 from cache_protocol.storage.layout import with_large_offsets
 from cache_protocol.storage.lossless import column_problems
 from cache_protocol.storage.type_rules import repeated_names
@@ -73,7 +73,7 @@ def stored_schema(
             raise SchemaError("the rows have no columns: write at least one")
         if repeated := repeated_names(arriving.names):
             raise SchemaError(
-                f"columns cannot share a name: {', '.join(map(repr, repeated))}: give each another "
+                f"columns cannot share a name: {some_of(map(repr, repeated))}: give each another "
                 "one"
             )
         try:
@@ -83,7 +83,7 @@ def stored_schema(
         return with_large_offsets(logical) if target_shard_bytes > _LARGE_BYTES else logical
     if problems := column_problems(arriving, before.logical):
         raise SchemaError(
-            f"cannot append to {before.spec.name!r}: {'; '.join(problems)}. Cast the "
+            f"cannot append to {before.spec.name!r}: {some_of(problems, '; ')}. Cast the "
             "rows before you write them, or write all rows again without append"
         )
     return before.logical

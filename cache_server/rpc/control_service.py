@@ -91,7 +91,10 @@ class ControlService:
                 certificates = _certificates(tls, require_client_cert=require_client_cert)
                 self.port = self._server.add_secure_port(f"{bind}:{port}", certificates)
         except RuntimeError:
-            raise ConfigError(f"cannot listen on control port {bind}:{port}") from None
+            raise ConfigError(
+                f"cannot listen on control port {bind}:{port}: if it is taken, choose another with "
+                "--control-port"
+            ) from None
         self._credentials = tls or NO_CREDENTIALS
         self._planning_calls = _RunningCalls()
         self._health = health.HealthServicer()

@@ -14,6 +14,7 @@ from typing import Protocol
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from numpy.typing import NDArray
 
 from cache_protocol.errors import LoadError, RequestError
 from cache_protocol.storage.flat_columns import FlatValues, take_apart
@@ -68,6 +69,7 @@ class ShardBuilder:
         layout: of the numbers and plain columns, without null bits.
         nulls: unit -> its nulls, see `flat_columns`.
         refused: column -> its nulls that are refused.
+        refused_rows: the same column -> which rows of the latest batch have them.
     """
 
     def __init__(
@@ -94,6 +96,7 @@ class ShardBuilder:
         self.nulls = Counter[str]()
         self._null_bits: list[tuple[int, NullBits, BitMatrix]] = []  # by the first row of a batch
         self.refused = Counter[str]()
+        self.refused_rows: dict[str, NDArray[np.int64]] = {}
         self._refuse_nulls = refuse_nulls
 
     @property
@@ -126,21 +129,27 @@ class ShardBuilder:
             self.nulls.update({name: int(mask.sum()) for name, mask in flat.nulls.items()})
         self.num_rows = stop
 
-    def finish(self, expressions: Callable[[], Mapping[str, str]] = dict) -> pa.RecordBatch:
+    def finish(
+        self, expressions: Callable[[], Mapping[str, str]] = dict, where: str = ""
+    ) -> pa.RecordBatch:
         """The stored record batch of the shard; ends the builder.
 
         Args:
             expressions: gives the SQL of computed columns, by name; called for an error only.
+            where: the nulls of the first refused column are; see `null_advice.null_places`.
 
         Raises:
-            LoadError: naming each column with nulls that it refuses, and their count.
+            LoadError: naming a column with nulls that it refuses, their count, and the others.
         """
         if self.refused:
-            computed = expressions()
+            (name, count), *others = self.refused.items()
             raise LoadError(
-                "; ".join(
-                    null_problem(name, count, expression=computed.get(name))
-                    for name, count in self.refused.items()
+                null_problem(
+                    name,
+                    count,
+                    where=where,
+                    others=[other for other, _ in others],
+                    expression=expressions().get(name),
                 )
             )
         layout = self.layout.with_nulls(self.nulls)
@@ -157,6 +166,7 @@ class ShardBuilder:
 
     def _note_refused(self, flat: FlatValues) -> None:
         """Counts the nulls that are refused."""
+        self.refused_rows = {}
         counts = {name: int(mask.sum()) for name, mask in flat.nulls.items()}
         for name, values in flat.values.items():
             # In a struct, a null struct has nulls of its fields.
@@ -166,6 +176,11 @@ class ShardBuilder:
             column = self.layout.flat.get(name)
             if count and (self._refuse_nulls or not (column is None or column.nullable)):
                 self.refused[name] += count
+                mask, values = flat.nulls.get(name), flat.values.get(name)
+                if isinstance(values, pa.Array) and name in self.layout.logical.names:
+                    mask = values.is_null().to_numpy(zero_copy_only=False)[:, np.newaxis]
+                assert mask is not None
+                self.refused_rows[name] = np.flatnonzero(mask.any(axis=1))
 
     def _joined_bits(self, nulls: NullBits) -> BitMatrix:
         joined = np.zeros((self.num_rows, nulls.width), np.uint8)

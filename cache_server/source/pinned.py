@@ -11,6 +11,7 @@ from urllib.parse import unquote
 
 import pyarrow as pa
 
+from cache_protocol.errors import some_of
 from cache_protocol.storage.layout import Layout, schema_from_bytes
 
 PARTITION = b"cache.partition"  # in the metadata of a field whose values are in paths
@@ -126,6 +127,23 @@ class Condition:
 
 
 @dataclass(frozen=True)
+class KnownNulls:
+    """Nulls of a column that metadata tell.
+
+    Attributes:
+        count: of all files.
+        files: the paths of those with nulls, in order; not empty.
+        group: the row group of the first file; None: it lacks the column.
+        row: of the first null in its file; None: unknown.
+    """
+
+    count: int
+    files: tuple[str, ...]
+    group: int | None
+    row: int | None
+
+
+@dataclass(frozen=True)
 class Pin:
     """The state of a source at one moment, from the module of its format.
 
@@ -148,6 +166,8 @@ class Pin:
             and statistics; None if there are none.
         bytes_by: the base of the estimated bytes, for a person; empty: the metadata of every file.
         nulls: columns -> the nulls in each, where statistics tell; None for a format without them.
+        known_nulls: a column of the files -> its nulls, of the files whose statistics tell; None
+            if they tell of none. It may read the one row group with the first null.
         close: releases what keeps the state readable, such as a transaction. Called once, after
             the last read.
     """
@@ -164,6 +184,7 @@ class Pin:
     bytes_by: str = ""
     with_groups: Callable[[Sequence[Split], Collection[str]], tuple[Split, ...]] | None = None
     nulls: Callable[[Collection[str]], Mapping[str, int]] | None = None
+    known_nulls: Callable[[str], KnownNulls | None] = lambda column: None
     close: Callable[[], None] = lambda: None
 
 
@@ -279,7 +300,7 @@ def check_schema(schema: pa.Schema) -> None:
 def check_names(names: Sequence[str]) -> None:
     """Like `check_schema`, for the names of columns."""
     if repeated := sorted(name for name, count in Counter(names).items() if count > 1):
-        raise ValueError(f"several columns are named {', '.join(map(repr, repeated))}")
+        raise ValueError(f"several columns are named {some_of(map(repr, repeated))}")
     for name in names:
         _check_text(name)
 

@@ -62,6 +62,7 @@ from cache_server.sql.local_tables import (
     stored_columns,
 )
 from cache_server.sql.plain_columns import plain_column, plain_schema
+from cache_server.sql.quoting import shown
 from cache_server.sql.selection import selection_of
 from cache_server.sql.session import (
     check_values,
@@ -236,7 +237,7 @@ def with_rows(splits: Sequence[Split], sql: str, table: PinnedTable) -> list[Spl
         return list(splits)
     if is_unbounded(sql, {table.name: table.schema}):
         found: list[Split] = sql_process.call(
-            with_rows, splits, sql, table, failure=partial(_died, f"cannot run {sql!r}")
+            with_rows, splits, sql, table, failure=partial(_died, f"cannot run {shown(sql)}")
         )
         return found
     answers: dict[tuple[object, ...], bool] = {}
@@ -274,7 +275,7 @@ def run_whole(
                 run_whole,
                 *(sql, tables, memory_bytes),
                 limits=limits.beside(tables.values()),
-                failure=partial(_died, f"cannot run {sql!r}"),
+                failure=partial(_died, f"cannot run {shown(sql)}"),
             )
             return
         longest = max(map(arrow_row_bytes, tables.values()), default=0)
@@ -292,10 +293,10 @@ def run_whole(
     except Exception as error:  # DataFusion raises bare Exception
         if memory_bytes is not None and "Resources exhausted" in str(error):
             raise LoadError(
-                f"cannot run {sql!r}: a query gets {size(memory_bytes)} of the memory of this "
+                f"cannot run {shown(sql)}: a query gets {size(memory_bytes)} of the memory of this "
                 "container. Give the nodes more memory, or join smaller tables"
             ) from None
-        raise LoadError(f"cannot run {sql!r}: {reason_of(error)}") from None
+        raise LoadError(f"cannot run {shown(sql)}: {reason_of(error)}") from None
 
 
 def _died(what: str, reason: str) -> LoadError:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import pyarrow as pa
 from datafusion import LogicalPlan, SessionContext
 
+from cache_protocol.errors import some_of
 from cache_server.sql.plain_columns import with_fields
 
 
@@ -31,13 +32,14 @@ def other_types(arriving: pa.Schema, planned: pa.Schema) -> str:
     Args:
         arriving: has the columns of ``planned``, in any order.
     """
-    return "; ".join(
+    problems = [
         f"column {field.name!r} comes as {came}, but the query was planned with {field.type}: "
         "cast it in the sql to the type that you want"
         for field in planned
         for came in [arriving.field(field.name).type]
         if not is_alike(came, field.type)
-    )
+    ]
+    return some_of(problems, "; ") if problems else ""
 
 
 def is_alike(dtype: pa.DataType, other: pa.DataType) -> bool:

@@ -21,14 +21,14 @@ from datafusion import DataFrame, SessionContext
 from datafusion.unparser import Dialect, Unparser
 
 from cache_protocol.datasets.dataset_spec import TABLE
-from cache_protocol.errors import RequestError
+from cache_protocol.errors import RequestError, some_of
 from cache_server.source.pinned import Condition, no_rows
 from cache_server.sql import ignored_sql, sql_process
 from cache_server.sql.bounded import is_unbounded
 from cache_server.sql.exactness import Mode
 from cache_server.sql.lineage import SourceColumn, column_lineage, parts, passed_on, variant
 from cache_server.sql.planned_types import planned_schema
-from cache_server.sql.quoting import identifier
+from cache_server.sql.quoting import identifier, shown
 from cache_server.sql.select_list import column_expressions
 from cache_server.sql.selection import Selection, select, selection_of
 from cache_server.sql.session import (
@@ -154,24 +154,27 @@ def check_query(
     written, optimised = frame.logical_plan(), frame.optimized_logical_plan()
     text = ignored_sql.bare(planned)
     if ignored := ignored_sql.find(planned, text, lambda other: _shown(other, context)):
-        raise RequestError(f"sql {sql!r}: {ignored}")
+        raise RequestError(f"sql {shown(sql)}: {ignored}")
     scans = _scans(written)
     if unread := sorted(set(tables) - set(scans)):
         raise RequestError(
-            f"sql {sql!r} must read the table {unread[0]!r}, it reads only {sorted(set(scans))!r}"
+            f"sql {shown(sql)} must read the table {unread[0]!r}; it reads "
+            f"{some_of(map(repr, sorted(set(scans))))}"
         )
     kinds = {type(node).__name__ for plan in (written, optimised) for node in walk(plan)}
     if forbidden := kinds & _NO_QUERIES:
-        raise RequestError(f"sql {sql!r}: {forbidden.pop()} is not supported")
+        raise RequestError(f"sql {shown(sql)}: {forbidden.pop()} is not supported")
     # Other scans are of functions such as generate_series, which every node calls.
     drivers, why = _drivers(written, optimised, [name for name in scans if name in tables])
     joins = "Join" in kinds or _has_subquery(optimised)
     if is_shortcut and (joins or not drivers):
-        raise RequestError(f"sql {sql!r}: filter must be a condition on each row, without queries")
+        raise RequestError(
+            f"sql {shown(sql)}: filter must be a condition on each row, without queries"
+        )
     if drivers and not joins:
         if _ORDER_BY.search(text):
             raise RequestError(
-                f"sql {sql!r}: ORDER BY in a subquery orders nothing; write it at the end"
+                f"sql {shown(sql)}: ORDER BY in a subquery orders nothing; write it at the end"
             )
         ordered = True
     else:
@@ -179,7 +182,7 @@ def check_query(
     if not ordered and not allow_unordered:
         what = why or "a join"
         raise RequestError(
-            f"sql {sql!r}: the rows of {what} have no defined order, and a row id must always "
+            f"sql {shown(sql)}: the rows of {what} have no defined order, and a row id must always "
             "mean the same row: end it with an ORDER BY that leaves no ties, or set "
             "allow_unordered: true"
         )
@@ -202,7 +205,9 @@ def check_query(
 
 
 def _not_planned(sql: str, reason: str) -> RequestError:
-    return RequestError(f"sql {sql!r} {reason} while it was planned: write less of it as constants")
+    return RequestError(
+        f"sql {shown(sql)} {reason} while it was planned: write less of it as constants"
+    )
 
 
 def _check_size(sql: str) -> None:
@@ -273,7 +278,7 @@ def _mode_of(planned: str, sql: str, tables: Mapping[str, pa.Schema]) -> Mode:
     except RequestError:
         raise
     except Exception as error:  # DataFusion raises bare ValueError and Exception
-        raise RequestError(f"sql {sql!r}: {reason_of(error)}") from None
+        raise RequestError(f"sql {shown(sql)}: {reason_of(error)}") from None
 
 
 def _narrow(selection: Selection, tables: Mapping[str, pa.Schema]) -> str:
@@ -309,8 +314,8 @@ def _plan(planned: str, sql: str, context: SessionContext, tables: Collection[st
     except Exception as error:  # DataFusion raises bare ValueError and Exception
         reason = reason_of(error)
         if missing := _NO_TABLE.search(reason):
-            reason = f"no table {missing[1]!r}; tables: {', '.join(sorted(tables))}"
-        raise RequestError(f"sql {sql!r}: {reason}") from None
+            reason = f"no table {missing[1]!r}; tables: {some_of(sorted(tables), like=missing[1])}"
+        raise RequestError(f"sql {shown(sql)}: {reason}") from None
     return frame
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from cache_protocol.errors import short
+
 
 def identifier(name: str) -> str:
     """A quoted name."""
@@ -11,3 +13,8 @@ def identifier(name: str) -> str:
 def literal(value: str) -> str:
     """A quoted string."""
     return "'" + value.replace("'", "''") + "'"
+
+
+def shown(sql: str) -> str:
+    """A query in a message."""
+    return short(repr(sql))

@@ -14,13 +14,13 @@ import numpy as np
 import pyarrow as pa
 
 from cache_protocol.datasets.dataset_spec import TABLE
-from cache_protocol.errors import CacheError, RequestError
+from cache_protocol.errors import CacheError, RequestError, short
 from cache_server.source.pinned import no_rows
 from cache_server.sql.bounded import first_unbounded
 from cache_server.sql.ignored_sql import are_paired, bare
 from cache_server.sql.planned_types import other_types
 from cache_server.sql.queries import check_query
-from cache_server.sql.quoting import identifier
+from cache_server.sql.quoting import identifier, shown
 from cache_server.sql.session import (
     TABLE_FUNCTIONS,
     check_values,
@@ -143,7 +143,7 @@ def run_row_query(query: RowQuery, lots: Iterable[pa.RecordBatch]) -> Iterator[p
         raise
     except BaseException as error:  # DataFusion raises bare Exception, or panics
         reraise_exit(error)
-        reason = short(reason_of(error), 1000)
+        reason = short(reason_of(error), 300)
         raise RequestError(f"{short(repr(query.text))}: {reason}") from None
 
 
@@ -195,8 +195,8 @@ def _checked(kind: str, text: str, schema: pa.Schema) -> tuple[pa.DataType, set[
     try:
         query = check_query(sql, {TABLE: schema}, allow_unordered=True)
     except RequestError as error:
-        reason = str(error).removeprefix(f"sql {sql!r}: ")
-        raise RequestError(f"{named}: {short(reason, 1000)}") from None
+        reason = str(error).removeprefix(f"sql {shown(sql)}: ")
+        raise RequestError(f"{named}: {short(reason, 300)}") from None
     if query.joins or not query.keeps_every_row:
         what = "a query" if query.joins else query.why_whole or "unnest"
         raise RequestError(f"{named} must be computed from one row alone, got {what}")
@@ -227,8 +227,3 @@ def _has_dictionary(dtype: pa.DataType) -> bool:
     return pa.types.is_dictionary(dtype) or any(
         _has_dictionary(dtype.field(number).type) for number in range(dtype.num_fields)
     )
-
-
-def short(text: str, length: int = 200) -> str:
-    """The beginning of a text: gRPC loses errors of more than a few KiB."""
-    return text if len(text) <= length else f"{text[:length]}..."

@@ -22,18 +22,19 @@ from datafusion import (
 )
 
 from cache_protocol.datasets.dataset_spec import TABLE
-from cache_protocol.errors import RequestError
+from cache_protocol.errors import RequestError, some_of
 from cache_server.source.pinned import no_rows
 from cache_server.sql import exactness
 from cache_server.sql.exactness import Mode
 from cache_server.sql.formats.batch_rows import DEFAULT_BATCH_ROWS
 from cache_server.sql.lineage import parts, variant
 from cache_server.sql.planned_types import planned_schema
-from cache_server.sql.quoting import identifier
+from cache_server.sql.quoting import identifier, shown
 from cache_server.sql.selection import Selection, selection_of
 
 PLAIN = Mode()
 _OF_A_SAMPLE = re.compile(r"^Error when processing CSV file .*?sample\.csv caused by ")
+_VALID_FIELDS = re.compile(r"(Valid fields are )(.*)\.(?= |$)")
 # Functions whose results differ between nodes or loads.
 _VOLATILE = ("random", "uuid", "now", "current_date", "current_time", "today")
 # Functions about the file that is read, which may be a copy.
@@ -122,7 +123,7 @@ def _mode_of(sql: str, tables: tuple[tuple[str, pa.Schema], ...]) -> Mode:
     if number := exactness.rounded_number(plan, context):
         mode = Mode(unsimplified=True, decimal_numbers=True)
         rounded = RequestError(
-            f"sql {sql!r}: DataFusion rounds {number}, which is compared with decimals: write "
+            f"sql {shown(sql)}: DataFusion rounds {number}, which is compared with decimals: write "
             f"{_as_decimal(number)} instead"
         )
         schema = planned_schema(context, plan)
@@ -135,7 +136,7 @@ def _mode_of(sql: str, tables: tuple[tuple[str, pa.Schema], ...]) -> Mode:
     if not exactness.simplifies_wrongly(plan, context):
         return replace(mode, unsimplified=False)
     if problem := exactness.unsimplified_problem(plan, context):
-        raise RequestError(f"sql {sql!r}: {problem}")
+        raise RequestError(f"sql {shown(sql)}: {problem}")
     return mode
 
 
@@ -241,6 +242,7 @@ def reason_of(error: BaseException) -> str:
     text = str(error).removeprefix("DataFusion error: ")
     text = text.partition("\nThis issue was likely caused by a bug in DataFusion")[0]
     text = _OF_A_SAMPLE.sub("", " ".join(text.split()))
+    text = _VALID_FIELDS.sub(lambda found: f"{found[1]}{some_of(found[2].split(', '))}.", text)
     if _NO_LOCAL_TIME.search(text):
         text += (
             " (the clocks of a zone show a time never or twice: write it as a text with its "

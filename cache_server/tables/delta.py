@@ -25,7 +25,7 @@ from deltalake import DeltaTable
 from deltalake.fs import DeltaStorageHandler
 
 from cache_protocol.datasets.dataset_spec import TableSpec
-from cache_protocol.errors import LoadError, RequestError
+from cache_protocol.errors import LoadError, RequestError, some_of
 from cache_protocol.storage.layout import GUESSED_VALUE_BYTES
 from cache_server.object_stores.client import Location, kind_of
 from cache_server.object_stores.connections import pass_for, settings_for_delta
@@ -139,7 +139,7 @@ def pin(table: TableSpec) -> Pin:
     if len(table.source) != 1:
         raise RequestError(
             f"a Delta table has one source, its root; got {len(table.source)}: "
-            f"{', '.join(table.source)}"
+            f"{some_of(table.source)}"
         )
     (uri,) = table.source
     what = f"Delta table {uri}"
@@ -345,7 +345,7 @@ def _check_features(table: DeltaTable, what: str) -> None:
     unknown = sorted(set(protocol.reader_features or ()) - _HONOURED_FEATURES)
     if unknown:
         raise RequestError(
-            f"{what} needs reader features that are not honoured here: {', '.join(unknown)}"
+            f"{what} needs reader features that are not honoured here: {some_of(unknown)}"
         )
 
 

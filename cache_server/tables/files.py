@@ -7,6 +7,7 @@ import re
 import tempfile
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -16,12 +17,13 @@ import pyarrow.parquet as pq
 
 from cache_protocol.datasets.column_types import parse_type
 from cache_protocol.datasets.dataset_spec import TYPED_FORMATS, TableSpec
-from cache_protocol.errors import LoadError, RequestError
+from cache_protocol.errors import LoadError, RequestError, some_of
 from cache_server import object_stores
 from cache_server.source.pinned import (
     BY_ARROW,
     GIVEN,
     PARTITION,
+    KnownNulls,
     Pin,
     SourceFile,
     Split,
@@ -102,7 +104,42 @@ def _pin(
         bytes_by="" if is_parquet else "the sizes of the files",
         with_groups=with_groups if is_parquet else None,
         nulls=partial(parquet.nulls, found) if is_parquet else None,
+        known_nulls=partial(_known_nulls, files, found) if is_parquet else lambda column: None,
     )
+
+
+def _known_nulls(
+    files: Sequence[SourceFile], found: Sequence[pq.FileMetaData], column: str
+) -> KnownNulls | None:
+    """See `Pin.known_nulls`. ``column`` is no column of paths."""
+    nulls = [
+        (file.path, group, count)
+        for file, footer in zip(files, found, strict=True)
+        for group, count in parquet.null_groups(footer, column)
+    ]
+    if not nulls:
+        return None
+    path, group, _ = nulls[0]
+    return KnownNulls(
+        sum(count for *_, count in nulls),
+        tuple(dict.fromkeys(path for path, *_ in nulls)),
+        group,
+        None if object_stores.is_remote(path) else _first_null(path, group, column),
+    )
+
+
+def _first_null(path: str, group: int | None, column: str) -> int | None:
+    """The row of the first null of a column in a file of this machine; None if it is not found."""
+    if group is None:
+        return 0
+    with suppress(OSError, pa.ArrowException), pq.ParquetFile(path) as file:
+        before: int = sum(file.metadata.row_group(index).num_rows for index in range(group))
+        for batch in file.iter_batches(row_groups=[group], columns=[column]):
+            row = int(batch.column(column).is_null().index(True).as_py())
+            if row >= 0:
+                return before + row
+            before += batch.num_rows
+    return None
 
 
 def text_splits(files: Sequence[SourceFile], format: str, target_bytes: int) -> tuple[Split, ...]:
@@ -237,7 +274,7 @@ def _with_types(
                 continue
             raise RequestError(
                 f"table {table.name!r}: types names the column {column!r}, which the first rows do "
-                f"not have; columns: {', '.join(schema.names)}"
+                f"not have; columns: {some_of(schema.names, like=column)}"
             )
         if pa.types.is_list(dtype) and format == "csv":
             raise RequestError(f"table {table.name!r}: types.{column}: {name} is for json, not csv")

@@ -26,7 +26,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from cache_protocol.datasets.dataset_spec import TableSpec
-from cache_protocol.errors import LoadError
+from cache_protocol.errors import LoadError, some_of
 from cache_server import object_stores
 from cache_server.source.pinned import SourceFile
 from cache_server.sql.formats.first_bytes import FIRST_BYTES, objection
@@ -190,7 +190,7 @@ def first_fault(tails: Sequence[bytes]) -> tuple[int, str] | None:
     if (fault := _CHECKER.first_fault(list(map(_end_of, tails)))) is None:
         return None
     if names := encrypted_columns(tails[fault[0]]):
-        return fault[0], f"column {', '.join(map(repr, names))} is {_ENCRYPTED}"
+        return fault[0], f"column {some_of(map(repr, names))} is {_ENCRYPTED}"
     return fault
 
 

@@ -39,7 +39,7 @@ from pyiceberg.transforms import IdentityTransform
 from pyiceberg.types import IcebergType, ListType, MapType, NestedField, StructType
 
 from cache_protocol.datasets.dataset_spec import TableSpec
-from cache_protocol.errors import LoadError, RequestError
+from cache_protocol.errors import LoadError, RequestError, some_of
 from cache_protocol.storage.layout import GUESSED_VALUE_BYTES
 from cache_server.source.pinned import Condition, Pin, PinnedTable, SourceFile, Split, source_column
 from cache_server.tables import footers, lake, plain_files
@@ -114,7 +114,7 @@ def pin(table: TableSpec) -> Pin:
     if len(table.source) != 1:
         raise RequestError(
             f"an Iceberg table has one source, a metadata location or a name in a catalogue; "
-            f"got {len(table.source)}: {', '.join(table.source)}"
+            f"got {len(table.source)}: {some_of(table.source)}"
         )
     (source,) = table.source
     what = f"Iceberg table {source}"

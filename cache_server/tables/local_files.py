@@ -18,7 +18,7 @@ from urllib.parse import unquote, urlsplit
 
 from cache_protocol.datasets.dataset_spec import FILE_SUFFIXES, TableSpec
 from cache_protocol.datasets.values import is_text
-from cache_protocol.errors import LoadError, RequestError
+from cache_protocol.errors import LoadError, RequestError, some_of
 from cache_server import object_stores
 from cache_server.source import listings
 from cache_server.source.listings import is_hidden
@@ -353,7 +353,7 @@ def _of_saved_dataset(source: str, files: list[SourceFile], root: str) -> list[S
     if parts := listings.parts_of_dict(list(by_path)):
         raise RequestError(
             f"source {source!r} holds several datasets, such as the splits of a Hugging Face "
-            f"DatasetDict: name the folders to load, among {', '.join(parts)}"
+            f"DatasetDict: name the folders to load, among {some_of(parts)}"
         )
     return [by_path[path] for path in listings.without_metadata(list(by_path))]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from cache_protocol.errors import LoadError
+from cache_protocol.errors import LoadError, some_of
 from cache_protocol.storage.layout import GUESSED_VALUE_BYTES, Layout
 from cache_server.source.byte_ranges import Range
 from cache_server.source.pinned import (
@@ -93,7 +93,7 @@ def common_schema(
             other = next(f for f, s in zip(files, schemas, strict=True) if absent[0] in s.names)
             raise LoadError(
                 f"{file.path} has other columns than {other.path}: "
-                f"{', '.join(absent)} missing; missing_columns: null makes them null"
+                f"{some_of(absent)} missing; missing_columns: null makes them null"
             )
         fields |= {name: fields[name].with_nullable(True) for name in absent}
     fields |= {name: without_source_type(fields[name]) for name in several}
@@ -169,6 +169,25 @@ def nulls(footers: Sequence[pq.FileMetaData], columns: Collection[str]) -> dict[
         for name in counts.keys() - set(paths):  # missing_columns: null
             counts[name] += footer.num_rows
     return counts
+
+
+def null_groups(footer: pq.FileMetaData, column: str) -> list[tuple[int | None, int]]:
+    """The row groups whose statistics tell nulls of a column without fields, and how many.
+
+    Returns:
+        None in place of a row group: the file lacks the column, so each row has a null.
+    """
+    paths = [footer.schema.column(index).path for index in range(footer.num_columns)]
+    if column not in paths:
+        is_nested = column in footer.schema.to_arrow_schema().names
+        return [] if is_nested or not footer.num_rows else [(None, footer.num_rows)]
+    index = paths.index(column)
+    found: list[tuple[int | None, int]] = []
+    for group in range(footer.num_row_groups):
+        statistics = footer.row_group(group).column(index).statistics
+        if statistics is not None and statistics.has_null_count and statistics.null_count:
+            found.append((group, statistics.null_count))
+    return found
 
 
 def with_group_bytes(
@@ -321,8 +340,8 @@ def difference(first: pa.Schema, other: pa.Schema) -> str:
         for name in {**expected, **found}
         if expected.get(name) != found.get(name)
     ]
-    return "; ".join(notes) or (
-        f"they stand as {', '.join(other.names)} instead of {', '.join(first.names)}"
+    return (some_of(notes, "; ") if notes else "") or (
+        f"they stand as {some_of(other.names)} instead of {some_of(first.names)}"
     )
 
 

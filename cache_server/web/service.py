@@ -74,7 +74,8 @@ class WebService:
             self._server = _Server(bind.strip("[]"), port)
         except OSError as error:
             raise ConfigError(
-                f"cannot listen on HTTP port {bind}:{port}: {error.strerror or error}"
+                f"cannot listen on HTTP port {bind}:{port}: {error.strerror or error}; if it is "
+                "taken, choose another with --http-port"
             ) from None
         self._server.authenticator = authenticator or Authenticator()
         if tls is not None:

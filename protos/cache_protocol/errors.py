@@ -26,11 +26,14 @@ beside the message.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from difflib import get_close_matches
 from typing import TypeVar
 
 from cache_protocol.v1 import cache_pb2 as pb
 
 _T = TypeVar("_T")
+_MOST_LISTED = 4  # items of a list in a message
+_MOST_COMPARED = 10_000
 
 
 class CacheError(Exception):
@@ -206,6 +209,25 @@ def require_ready(info: pb.DatasetInfo) -> pb.DatasetInfo:
         f"dataset {info.spec.name!r} is loading: {progress.shards_done} of "
         f"{progress.shards_total} shards, {progress.rows_done} rows so far"
     )
+
+
+def some_of(items: Iterable[object], separator: str = ", ", *, like: str | None = None) -> str:
+    """The first four of a list, and the number of the others: no message lists more.
+
+    Args:
+        like: a text that is none of them; of more than four, those that resemble it come first.
+    """
+    texts = list(map(str, items))
+    if like is not None and len(texts) > _MOST_LISTED:
+        close = get_close_matches(like, texts[:_MOST_COMPARED], _MOST_LISTED, 0.5)
+        texts = [*close, *(text for text in texts if text not in close)]
+    more = f" and {len(texts) - _MOST_LISTED} more" if len(texts) > _MOST_LISTED else ""
+    return f"{separator.join(texts[:_MOST_LISTED]) or 'none'}{more}"
+
+
+def short(text: str, length: int = 200) -> str:
+    """The beginning of a text: gRPC loses errors of more than a few KiB."""
+    return text if len(text) <= length else f"{text[:length]}..."
 
 
 def missing_package(error: ImportError, what: str, extra: str) -> str:

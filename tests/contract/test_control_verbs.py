@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
+from urllib.parse import urlsplit
 
 import grpc
 import pyarrow as pa
@@ -28,12 +31,14 @@ from cache_protocol.errors import (
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.v1.cache_pb2_grpc import CoordinatorStub
 from cache_server import LocalCluster
+from cache_server.config import NodeConfig
 from cache_server.coordination import loads
 from cache_server.coordination.catalogue import Catalogue
 from cache_server.coordination.coordinator import Coordinator
 from cache_server.node.coordinator_link import RemoteCoordinator
 from cache_server.rpc import control_service, planning_slots
 from cache_server.rpc.control_service import ControlService
+from cache_server.server import CacheServer
 from tests.answering_control import answering_control
 from tests.conftest import write_numbered
 from tests.control_clients import open_channel
@@ -596,9 +601,27 @@ def test_whoever_takes_one_port_of_a_node_for_the_other_is_told(cluster: LocalCl
     with pytest.raises(ConfigError, match="does not serve Arrow Flight: give the Flight port"):
         CacheClient(Connection(f"grpc://{node.control_location}", deadline_s=10)).datasets()
 
+    page = urlsplit(node.page).netloc
+    begun = time.monotonic()
+    with pytest.raises(ConfigError, match="does not serve Arrow Flight: give the Flight port"):
+        CacheClient(Connection(f"grpc://{page}", deadline_s=60)).datasets()
+    assert time.monotonic() - begun < 30  # it does not try until the deadline
+
     flight_location = node.endpoint.removeprefix("grpc://")
     with (
         RemoteCoordinator(flight_location) as link,
         pytest.raises(NodeUnavailableError, match="is no coordinator: give the control port"),
     ):
         link.heartbeat(pb.HeartbeatRequest(node=pb.Node(id="one")))
+
+
+@pytest.mark.parametrize("port", ["flight_port", "control_port", "http_port"])
+def test_a_port_that_is_taken_is_refused_with_its_option(tmp_path: Path, port: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        ports = {"flight_port": 0, "control_port": 0, "http_port": 0}
+        ports[port] = taken.getsockname()[1]
+        config = NodeConfig.build(cache_dir=tmp_path, bind="127.0.0.1", **ports)
+
+        option = f"--{port.replace('_', '-')}"
+        with pytest.raises(ConfigError, match=rf":{ports[port]}: .* choose another with {option}$"):
+            CacheServer(config)

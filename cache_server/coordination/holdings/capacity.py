@@ -46,12 +46,13 @@ def check_capacity(
         if not limit or stored + awaited[node_id] + needed <= limit:
             continue
         loading = f" and waits for {awaited[node_id]}" if awaited[node_id] else ""
-        nodes = nodes_needed(sizes, spec.replicas, limit) or "smaller shards: no number of"
+        nodes = nodes_needed(sizes, spec.replicas, limit)
+        needs = f"{nodes} nodes" if nodes else "a smaller target_shard_bytes: no number of nodes"
         raise LoadError(
             f"dataset {spec.name!r} cannot fit: it puts about {needed} bytes on node "
             f"{node_id}, which holds {stored}{loading} of its memory limit of {limit}; the dataset "
-            f"is about {sum(sizes)} bytes with replicas={spec.replicas} and needs {nodes} "
-            f"nodes of that limit{_are_lost(members.keys() - alive)}"
+            f"is about {sum(sizes)} bytes with replicas={spec.replicas} and needs {needs} "
+            f"of that limit{'' if nodes else ' is enough'}{_are_lost(members.keys() - alive)}"
         )
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import islice
 
-from cache_protocol.errors import CacheError, LoadError, PermissionDeniedError
+from cache_protocol.errors import CacheError, LoadError, PermissionDeniedError, some_of
 from cache_protocol.storage.row_index import row_starts
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.auth.principals import Principal, Role
@@ -29,7 +29,6 @@ from cache_server.source.pinned import Pin
 
 logger = logging.getLogger(__name__)
 
-_MOST_NAMED = 3  # splits in a message
 _GROWTH = 4  # each group has at least a fourth as many shards as all groups before it
 
 
@@ -428,12 +427,11 @@ class VersionRecord:
         if shards is not None:
             indices = sorted(index for index in ends if index is not WHOLE_QUERY)  # pyright: ignore
             read = [split for index in indices for split in shards[index].splits]
-            more = f" and {len(read) - _MOST_NAMED} more" if len(read) > _MOST_NAMED else ""
-            what = f"load {' or '.join(map(str, read[:_MOST_NAMED]))}{more}"
+            what = f"load {some_of(read, ' or ')}"
         node_ids = sorted({node_id for of_shard in ends.values() for node_id in of_shard})
         return self.load_error(
-            f"cannot {what}: node {', node '.join(node_ids)} ended meanwhile. See the logs: the "
-            "data may be damaged, or need more memory than a node has"
+            f"cannot {what}: node {some_of(node_ids, ', node ')} ended meanwhile. See the logs: "
+            "the data may be damaged, or need more memory than a node has"
         )
 
     def load_error(self, reason: str) -> LoadError:

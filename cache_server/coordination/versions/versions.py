@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 
 from cache_protocol.datasets.dataset_spec import DatasetSpec
-from cache_protocol.errors import CacheError, DatasetNotFoundError, StaleVersionError
+from cache_protocol.errors import CacheError, DatasetNotFoundError, StaleVersionError, some_of
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.auth.principals import EVERYTHING, Viewer
 from cache_server.coordination.catalogue import CatalogueEntry, DamagedEntries
@@ -104,12 +104,12 @@ class Versions(dict[VersionKey, VersionRecord]):
         """The error for a viewer of a version that `find` does not find."""
         others = self.seen_by(viewer, viewer.resolve(name))
         if others:
-            fingerprints = ", ".join(version.pinned.key.fingerprint for version in others)
+            fingerprints = some_of(version.pinned.key.fingerprint for version in others)
             return StaleVersionError(
                 f"dataset {name!r} has fingerprint {fingerprints}, not {fingerprint}"
             )
         known = sorted({viewer.shown(each.pinned.key.dataset) for each in self.seen_by(viewer)})
-        return DatasetNotFoundError(f"no dataset {name!r}; datasets: {', '.join(known) or 'none'}")
+        return DatasetNotFoundError(f"no dataset {name!r}; datasets: {some_of(known, like=name)}")
 
     def newest_of_each(self, viewer: Viewer) -> list[VersionRecord]:
         """The version that `find` returns of each dataset that a viewer sees, by name."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from cache_protocol.errors import LoadError, RequestError
+from cache_protocol.errors import LoadError, RequestError, some_of
 from cache_server.sql.quoting import identifier, literal
 from cache_server.tables.postgres.session import Address, Session
 
@@ -156,7 +156,7 @@ def column_expressions(session: Session, relation: Relation) -> dict[str, str]:
     repeated = sorted({name for name in schema.names if schema.names.count(name) > 1})
     if repeated:
         raise RequestError(
-            f"{relation.path} has several columns named {', '.join(repeated)}: rename them with AS"
+            f"{relation.path} has several columns named {some_of(repeated)}: rename them with AS"
         )
     if not schema.names:
         raise RequestError(f"{relation.path} has no columns")

@@ -32,7 +32,7 @@ import pyarrow.compute as pc
 
 from cache_protocol.datasets.dataset_spec import TableSpec
 from cache_protocol.datasets.source_options import POSTGRES
-from cache_protocol.errors import LoadError, RequestError
+from cache_protocol.errors import LoadError, RequestError, some_of
 from cache_server.object_stores.options import known
 from cache_server.source.pinned import Pin, PinnedTable, Split
 from cache_server.sql.quoting import identifier
@@ -145,7 +145,7 @@ def _named(error: LoadError, reading: _Reading, names: list[str]) -> LoadError:
         return error
     found = [name for name in names if "::float8" in reading.columns[name]]
     return LoadError(
-        f"{error} (column {', '.join(map(repr, found))}): select it in a query as text, or without "
+        f"{error} (column {some_of(map(repr, found))}): select it in a query as text, or without "
         "such rows"
     )
 
@@ -242,7 +242,8 @@ def _split_key(
     if column:
         if column not in columns:
             raise RequestError(
-                f"{relation.path} has no split_column {column!r}; columns: {', '.join(columns)}"
+                f"{relation.path} has no split_column {column!r}; columns: "
+                f"{some_of(columns, like=column)}"
             )
         key = f"q.{identifier(column)}"
         return f"{key}::text" if has_gaps(session, relation, key) else key
@@ -272,7 +273,7 @@ def _schema(session: Session, reading: _Reading, relation: Relation) -> pa.Schem
         if has_no_like(field.type)
     ]
     if problems:
-        raise RequestError(f"{relation.path} cannot be read: {'; '.join(problems)}")
+        raise RequestError(f"{relation.path} cannot be read: {some_of(problems, '; ')}")
     return pa.schema([pa.field(field.name, _bare(field.type)) for field in found])
 
 

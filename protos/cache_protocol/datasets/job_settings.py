@@ -54,7 +54,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from cache_protocol.datasets.dataset_spec import FILE_SUFFIXES, DatasetSpec
-from cache_protocol.errors import ConfigError
+from cache_protocol.errors import ConfigError, short
 
 _PUBLIC_OF_S3 = {
     "ENDPOINT": "endpoint",
@@ -399,7 +399,7 @@ def _split(uri: str) -> tuple[str, str]:
 
 
 def _quoted(given: Mapping[str, str], name: str) -> str:
-    return f"{name}={_shown(given[name])!r}"
+    return f"{name}={short(repr(_shown(given[name])))}"
 
 
 def _shown(text: str) -> str:

@@ -11,6 +11,7 @@ from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit, urlunsplit
 
 from cache_protocol.datasets.source_options import is_public
 from cache_protocol.datasets.values import is_text
+from cache_protocol.errors import short
 
 CATALOG_PREFIX = "catalog."  # of the options of a catalogue
 
@@ -73,7 +74,7 @@ def _secret_keys(uri: SplitResult) -> list[str]:
 
 def shown(value: object) -> str:
     """A bad value for a message; only its type if it may hold a secret, such as options."""
-    return f"a {type(value).__name__}" if _may_hold_secret(value) else repr(value)
+    return f"a {type(value).__name__}" if _may_hold_secret(value) else short(repr(value))
 
 
 def _may_hold_secret(value: object) -> bool:

@@ -29,7 +29,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from cache_protocol.errors import RequestError
+from cache_protocol.errors import RequestError, some_of
 from cache_protocol.storage.nested_values import retyped, storage_type
 
 Numbers: TypeAlias = npt.NDArray[np.generic]
@@ -114,11 +114,11 @@ def flat_tree(logical: pa.Schema) -> FlatTree:
         except RequestError as error:
             problems.append(f"{column.name!r}: {error}")
     if problems:
-        raise RequestError("; ".join(problems))
+        raise RequestError(some_of(problems, "; "))
     names = Counter(column.name for column in leaves(tree))
     if repeated := sorted(name for name, count in names.items() if count > 1):
         raise RequestError(
-            f"several columns, or fields of structs, are named {', '.join(map(repr, repeated))}: "
+            f"several columns, or fields of structs, are named {some_of(map(repr, repeated))}: "
             "name them apart in the sql"
         )
     return tuple(tree)
@@ -182,9 +182,8 @@ def pruned(logical: pa.Schema, names: Sequence[str]) -> pa.Schema:
             assert fields is not None
             fields.append(inner)
     if unknown:
-        raise RequestError(
-            f"no column {', '.join(map(repr, unknown))}; columns: {', '.join(logical.names)}"
-        )
+        known = some_of(logical.names, like=unknown[0])
+        raise RequestError(f"no column {some_of(map(repr, unknown))}; columns: {known}")
     return pa.schema([_pruned_field(logical.field(top), inner) for top, inner in wanted.items()])
 
 
@@ -402,24 +401,24 @@ def _lists(
 def _bytes_of(values: Numbers | pa.Array, stored: pa.DataType, node: FlatColumn) -> pa.Buffer:
     """The buffer of decimals, intervals or binaries of a fixed size."""
     if node.kind == "number" and pa.types.is_decimal(stored) and stored.bit_width > 64:
-        low: npt.NDArray[np.int64] = np.asarray(values)
+        low = np.asarray(values, np.int64)
         width = stored.bit_width // 64
         buffer = pa.allocate_buffer(len(low) * width * 8)
         words = np.frombuffer(buffer, np.int64).reshape(-1, width)
         words[:, 0] = low
         words[:, 1:] = (low >> 63)[:, None]
         return buffer
-    if isinstance(values, pa.Array) and pa.types.is_fixed_size_list(values.type):
+    if not isinstance(values, np.ndarray) and pa.types.is_fixed_size_list(values.type):
         values = values.flatten()
     return _buffer(values)
 
 
 def _buffer(values: Numbers | pa.Array) -> pa.Buffer:
     """The memory of numbers, from the first one on; no copy of Arrow's memory."""
-    if isinstance(values, pa.Array):
-        size = values.type.bit_width // 8
-        return values.buffers()[1].slice(values.offset * size, len(values) * size)
-    return pa.py_buffer(np.ascontiguousarray(values))
+    if isinstance(values, np.ndarray):
+        return pa.py_buffer(np.ascontiguousarray(values))
+    size = values.type.bit_width // 8
+    return values.buffers()[1].slice(values.offset * size, len(values) * size)
 
 
 def _from_buffers(

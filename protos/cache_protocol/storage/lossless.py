@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import pyarrow as pa
 
-from cache_protocol.errors import LoadError, SchemaError
+from cache_protocol.errors import LoadError, SchemaError, some_of
 from cache_protocol.storage.exact_values import Misfit, as_column
 from cache_protocol.storage.type_rules import Verdict, can_become, repeated_names
 
@@ -32,11 +32,11 @@ def column_problems(arriving: pa.Schema, wanted: pa.Schema) -> list[str]:
     problems = []
     came, known = dict.fromkeys(arriving.names), dict.fromkeys(wanted.names)
     if repeated := repeated_names(arriving.names):
-        problems.append(f"columns cannot share a name: {', '.join(map(repr, repeated))}")
+        problems.append(f"columns cannot share a name: {some_of(map(repr, repeated))}")
     if missing := [name for name in known if name not in came]:
-        problems.append(f"the rows must have a column {', '.join(map(repr, missing))}")
+        problems.append(f"the rows must have a column {some_of(map(repr, missing))}")
     if extra := [name for name in came if name not in known]:
-        problems.append(f"the rows cannot have a column {', '.join(map(repr, extra))}")
+        problems.append(f"the rows cannot have a column {some_of(map(repr, extra))}")
     return problems or [
         f"column {field.name!r} comes as {old}, which cannot become {field.type}"
         for field in wanted
@@ -60,7 +60,7 @@ def conform_batch(
     if batch.schema.equals(schema):
         return batch
     if problems := column_problems(batch.schema, schema):
-        raise SchemaError(f"{'; '.join(problems)}: {advice}")
+        raise SchemaError(f"{some_of(problems, '; ')}: {advice}")
     columns = [
         conform(
             field.name,
@@ -126,6 +126,6 @@ def require_no_nulls(counts: Mapping[str, int]) -> None:
     problems = [f"{count} in column {name!r}" for name, count in counts.items() if count]
     if problems:
         raise LoadError(
-            f"the rows have nulls, {', '.join(problems)}, and the write has nulls='refuse': fill "
+            f"the rows have nulls, {some_of(problems)}, and the write has nulls='refuse': fill "
             "them or leave their rows out before you write, or write with nulls='keep'"
         )

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.public_api import SNAPSHOT, describe
+
+
+@pytest.fixture(autouse=True)
+def errors_are_short() -> None:
+    """Errors are as users have them: the fixture of the suite gives them another constructor."""
 
 
 def test_the_public_names_and_signatures_are_those_of_the_snapshot() -> None:

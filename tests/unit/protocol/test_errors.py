@@ -9,6 +9,7 @@ from cache_protocol.errors import (
     LoadError,
     RequestError,
     from_proto,
+    some_of,
     to_proto,
 )
 from cache_protocol.v1 import cache_pb2 as pb
@@ -71,3 +72,23 @@ def test_only_errors_that_are_never_retried_are_request_errors() -> None:
         "SchemaError",
         *("UnauthenticatedError", "PermissionDeniedError"),
     }
+
+
+@pytest.mark.parametrize(
+    ("items", "shown"),
+    [
+        ([], "none"),
+        (["b", "a"], "b, a"),
+        (range(4), "0, 1, 2, 3"),
+        (range(1000), "0, 1, 2, 3 and 996 more"),
+    ],
+)
+def test_a_message_lists_at_most_four_of_many(items: list[object], shown: str) -> None:
+    assert some_of(items) == shown
+
+
+def test_of_many_names_a_message_lists_those_like_the_wrong_one() -> None:
+    known = [f"column {number}" for number in range(1000)] + ["price", "pricey"]
+
+    assert some_of(known, like="prise") == "price, pricey, column 0, column 1 and 998 more"
+    assert some_of(["b", "price"], like="prise") == "b, price"

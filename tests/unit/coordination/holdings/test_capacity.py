@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from cache_protocol.datasets.dataset_spec import DatasetSpec
 from cache_protocol.errors import LoadError
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.coordination.coordinator import Coordinator
@@ -82,6 +83,15 @@ def test_more_replicas_of_a_dataset_that_is_there_are_refused_where_there_is_no_
         coordinator.create(spec(source, filter="row < 1000", replicas=2))
 
     assert coordinator.get("table").spec.replicas == 1
+
+
+def test_a_shard_larger_than_every_node_is_refused_with_the_option_that_makes_it_smaller(
+    coordinator: Coordinator, source: Path
+) -> None:
+    FakeNode(coordinator, "one", limit_bytes=50).beat()
+
+    with pytest.raises(LoadError, match="needs a smaller target_shard_bytes: no number of nodes"):
+        coordinator.create(DatasetSpec("table", source, target_shard_bytes=10**6))
 
 
 def test_a_load_under_way_takes_the_room_that_it_is_going_to_need(
