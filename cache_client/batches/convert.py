@@ -4,12 +4,9 @@ A dict is made of flat columns, and structs become dicts in it. Record batches a
 logical columns, with their nulls.
 
 A scalar column is copied out of its packed matrix, because collectives and `view` need contiguous
-memory, and a column that is kept must not keep the rows beside it. Columns stacked in the order in
-which they lie side by side are a view, as matrices are; any other stack is a copy.
-
-A DataLoader worker sends each storage of a batch once, and whole, and each costs a file descriptor.
-So there the scalar columns of a matrix are contiguous parts of one storage. Knows neither nodes nor
-order.
+memory, and a column that is kept or pickled must not bring what lies beside it. So is a stack of at
+most a quarter of the matrix. Other columns stacked in the order in which they lie side by side are
+a view, as matrices are; any other stack is a copy. Knows neither nodes nor order.
 """
 
 from __future__ import annotations
@@ -51,7 +48,8 @@ _Array = npt.NDArray[np.generic]
 _Getter = Callable[[Rows], Any]
 _Cutter = Callable[[torch.Tensor], dict[str, torch.Tensor]]
 
-_MOST_OWN = 16  # columns of a matrix that are copied one by one; more are copied faster together
+_FEW = 16  # columns of a matrix that are copied one by one; more are transposed together before
+_SMALL = 4  # a stack is copied out of a matrix that is at least so many times as wide
 
 
 class _View(NamedTuple):
@@ -75,7 +73,8 @@ class Converter:
         batch_format: ``torch`` (a dict of tensors), ``numpy`` (a dict of arrays) or ``arrow`` (a
             RecordBatch), ``jax`` (a dict of JAX arrays) or ``polars`` (a DataFrame).
         stack_dtype: of every stack, a dtype of torch or numpy; default: as above.
-        copy: scalar columns are contiguous; False: they are strided views of the rows of a window.
+        copy: scalar columns and small stacks own their memory; False: they are strided views of the
+            rows of a window.
         decode: binary columns with encoded images -> how to decode them, see `ImageDecoder`.
         nulls: what stands for nulls of numbers, see `null_rules`; tables have their nulls.
 
@@ -113,7 +112,11 @@ class Converter:
             if _is_decimal(layout.flat[column])
             or (dtype is not None and _stored(layout, column) != dtype)
         }
-        views = {name: view for name, view in views.items() if name not in cast}
+        views = {
+            name: view
+            for name, view in views.items()
+            if name not in cast and not (copy and _is_small_stack(layout, view))
+        }
         getters = _getters(layout, stacks, views, dtype, self._rules, batch_format)
         getters |= _image_getters(
             layout, decode or {}, self._rules, as_torch=batch_format == "torch"
@@ -147,15 +150,10 @@ class Converter:
             self._rules.prepare(rows)
         batch: dict[str, Any] = dict.fromkeys(self._flat_names)
         as_torch = self._batch_format == "torch"
-        together = as_torch and bool(self._copied) and get_worker_info() is not None
         for index, names, positions in self._copied:
-            matrix = rows.matrices[index]
-            if together or len(names) > _MOST_OWN:
-                batch.update(zip(names, _block(matrix, positions, as_torch), strict=True))
-                continue
-            for name, position in zip(names, positions, strict=True):
-                column = matrix[:, position].copy()
-                batch[name] = torch.from_numpy(column) if as_torch else column
+            columns = _own_columns(rows.matrices[index], positions)
+            tensors = map(torch.from_numpy, columns) if as_torch else columns
+            batch.update(zip(names, tensors, strict=True))
         for index, cutter in self._cutters:
             batch.update(cutter(torch.from_numpy(rows.matrices[index])))
         convert = self._convert_value()
@@ -334,25 +332,27 @@ def _views(layout: Layout, stacks: Mapping[str, Sequence[str]]) -> dict[str, _Vi
 
 
 def _scalars(layout: Layout, views: Mapping[str, _View]) -> list[tuple[int, list[str], list[int]]]:
-    """Stored columns, their scalar columns that must be copied to be contiguous, and positions.
-
-    The only column of a matrix is contiguous, and keeps only its own values of a window.
-    """
+    """Stored columns, their scalar columns, which are copied, and positions."""
     found: dict[int, dict[str, int]] = {}
     for name, (index, part) in views.items():
-        if isinstance(part, int) and layout.columns[index].width > 1:
+        if isinstance(part, int):
             found.setdefault(index, {})[name] = part
     return [(index, list(places), list(places.values())) for index, places in found.items()]
 
 
-def _block(matrix: _Array, positions: list[int], as_torch: bool) -> list[Any]:
-    """These columns, each contiguous, as parts of one storage."""
-    block = transposed(matrix if len(positions) == matrix.shape[1] else matrix[:, positions])
-    if not as_torch:
-        return list(block)
-    # Unsafe, or torch would take a change of one column in place for a change of all.
-    sizes = [len(matrix)] * len(positions)
-    return list(torch.unsafe_split_with_sizes(torch.from_numpy(block.reshape(-1)), sizes))
+def _is_small_stack(layout: Layout, view: _View) -> bool:
+    if isinstance(view.part, int):
+        return False
+    width = len(range(view.part.start, view.part.stop))
+    return width * _SMALL <= layout.columns[view.stored].width
+
+
+def _own_columns(matrix: _Array, positions: list[int]) -> list[_Array]:
+    """Contiguous copies of these columns."""
+    if len(positions) <= _FEW:
+        return [matrix[:, position].copy() for position in positions]
+    chosen = matrix if len(positions) == matrix.shape[1] else matrix[:, positions]
+    return [column.copy() for column in transposed(chosen)]
 
 
 def _finishes(

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from cache_client.batches.sending import changeable
 from cache_client.epochs.loader_iterators import batches_taken_ahead
 from cache_client.epochs.passes import Pass
 from cache_protocol.errors import ConfigError
@@ -113,7 +114,8 @@ class CacheLoader(DataLoader[Any]):
         dataset = self.dataset
         dataset._place(pass_, dataset._cursor.planned())
         pass_.ahead = batches_taken_ahead()
-        with closing(dataset._observer.watch(pass_, super().__iter__())) as batches:
+        arriving = changeable(super().__iter__())
+        with closing(dataset._observer.watch(pass_, arriving)) as batches:
             for batch in batches:
                 dataset._passes.hand_out(pass_)
                 dataset._note_handed_out(pass_)

@@ -20,6 +20,7 @@ from torch.utils.data import Dataset
 from cache_client.batches.convert import Converter
 from cache_client.batches.images import ImageMode, decode_problems
 from cache_client.batches.null_rules import Nulls, nulls_problems
+from cache_client.batches.sending import sent
 from cache_client.flight.call_threads import CallThreads
 from cache_client.job.argument_names import names_explained
 from cache_client.job.arguments import BatchFormat, argument_problems
@@ -231,8 +232,7 @@ class CacheDataset(Familiar, Dataset[Any]):
         Raises:
             IndexError, TypeError, NodeUnavailableError, StaleVersionError: as for one row.
         """
-        batch = self._convert(self._read(self._row_ids(indices)))
-        rows = _rows(batch)
+        rows = _rows(self._batch(indices))
         return rows if self._transform is None else [self._transform(row) for row in rows]
 
     def fetch(self, indices: RowNumbers) -> Any:
@@ -244,8 +244,13 @@ class CacheDataset(Familiar, Dataset[Any]):
         Raises:
             IndexError, TypeError, NodeUnavailableError, StaleVersionError: as for one row.
         """
-        batch = self._convert(self._read(self._row_ids(indices)))
-        return batch if self._transform is None else self._transform(batch)
+        batch = self._batch(indices)
+        return sent(batch if self._transform is None else self._transform(batch))
+
+    def _batch(self, indices: RowNumbers) -> Any:
+        rows = self._read(self._row_ids(indices))
+        with torch.inference_mode(False):  # so that its tensors may be changed in place outside
+            return self._convert(rows)
 
     def _row_ids(self, indices: RowNumbers) -> Ids:
         try:

@@ -10,8 +10,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import torch
 
 from cache_client.batches.batch_formats import with_column
+from cache_client.batches.sending import changeable, sent
 from cache_client.epochs.observer import Observer, SharedDigests
 from cache_client.epochs.passes import Pass
 from cache_client.flight.call_threads import CallThreads
@@ -177,14 +179,16 @@ def pass_batches(
                     pass_.digests.put(*window.digests)
                 else:
                     shared.begin(*window.digests)
-            for batch, size in zip(window.batches(assemble, at_once), window.sizes, strict=True):
+            batches = changeable(window.batches(assemble, at_once))
+            for batch, size in zip(batches, window.sizes, strict=True):
                 if shared is not None:
                     shared.put_next()
                 if config.pad_mask is not None:
                     padded = pass_.plan.num_padded(next(step), rank)
                     mask = np.arange(size) < size - padded
-                    batch = with_column(batch, config.pad_mask, mask, config.batch_format)
-                yield batch if transform is None else transform(batch)
+                    with torch.inference_mode(False):
+                        batch = with_column(batch, config.pad_mask, mask, config.batch_format)
+                yield sent(batch if transform is None else transform(batch))
 
 
 def first_batches(

@@ -170,14 +170,14 @@ class ShardBuilder:
         counts = {name: int(mask.sum()) for name, mask in flat.nulls.items()}
         for name, values in flat.values.items():
             # In a struct, a null struct has nulls of its fields.
-            if isinstance(values, pa.Array) and name in self.layout.logical.names:
+            if not isinstance(values, np.ndarray) and name in self.layout.logical.names:
                 counts[name] = values.null_count
         for name, count in counts.items():
             column = self.layout.flat.get(name)
             if count and (self._refuse_nulls or not (column is None or column.nullable)):
                 self.refused[name] += count
                 mask, values = flat.nulls.get(name), flat.values.get(name)
-                if isinstance(values, pa.Array) and name in self.layout.logical.names:
+                if not isinstance(values, np.ndarray) and name in self.layout.logical.names:
                     mask = values.is_null().to_numpy(zero_copy_only=False)[:, np.newaxis]
                 assert mask is not None
                 self.refused_rows[name] = np.flatnonzero(mask.any(axis=1))
