@@ -177,7 +177,7 @@ class ShardBuilder:
             if count and (self._refuse_nulls or not (column is None or column.nullable)):
                 self.refused[name] += count
                 mask, values = flat.nulls.get(name), flat.values.get(name)
-                if not isinstance(values, np.ndarray) and name in self.layout.logical.names:
+                if values is not None and not isinstance(values, np.ndarray):
                     mask = values.is_null().to_numpy(zero_copy_only=False)[:, np.newaxis]
                 assert mask is not None
                 self.refused_rows[name] = np.flatnonzero(mask.any(axis=1))
