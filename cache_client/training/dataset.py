@@ -44,8 +44,8 @@ class CacheIterableDataset(RankBatches):
     ``[B, n]``, strings a list of ``str``, lists of numbers a list of 1-d tensors (a Python list
     where one holds a null). bools are ``torch.bool``, times ``torch.int64``, decimals
     ``torch.float64``. A struct is a dict of its fields. They may be changed in place. A
-    single column is contiguous. Stacks and fixed-size lists share the memory of a window: one that
-    you keep keeps the others, so copy what is to stay. The last step of an epoch may be short;
+    single column owns its memory. Larger stacks and fixed-size lists share that of a window: one
+    that you keep keeps the others, so copy what is to stay. The last step of an epoch may be short;
     where it has fewer rows than there are ranks, some ranks take a row that another has, too: see
     `cache_client.order.order`.
 

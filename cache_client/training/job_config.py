@@ -47,8 +47,8 @@ class Reading:
             messages, fewer if batches are large. Windows from files of this machine are larger.
         prefetch_batches: about how many to fetch ahead, at least three windows; default: 32, but at
             most 256 MiB.
-        copy: give each single column contiguous memory that keeps no other rows; False: columns
-            are strided views of the rows of a window, which costs less where they are many.
+        copy: give each single column and small stack its own contiguous memory; False: they are
+            strided views of the rows of a window, which costs less where they are many.
         stack_dtype: of every ``stack``, a dtype of torch or numpy; default: the smallest that holds
             its columns, as in numpy.
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import datetime as dt
+import io
 import itertools
 import json
 import os
@@ -24,6 +26,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from cache_client import (
     CacheClient,
+    CacheDataset,
     CacheError,
     CacheIterableDataset,
     ConfigError,
@@ -671,15 +674,69 @@ def wide_source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_worker_sends_of_a_batch_no_more_memory_than_the_batch(wide_source: Path) -> None:
+@pytest.mark.parametrize("workers", [0, 2])
+def test_columns_that_a_loop_keeps_hold_their_own_values_alone(
+    wide_source: Path, workers: int
+) -> None:
+    kept, saved = [], io.BytesIO()
     with LocalCluster() as cluster:
         CacheClient(cluster.endpoint).load(DatasetSpec("wide", wide_source))
-        dataset = CacheIterableDataset("wide", cache=cluster.endpoint, batch_size=100)
-        batch = next(iter(DataLoader(dataset, batch_size=None, num_workers=1)))
-    storages = [column.untyped_storage() for column in batch.values()]
-    sent = {storage.data_ptr(): storage.nbytes() for storage in storages}
-    assert len(batch) == 251 and sorted(sent.values()) == [100 * 8, 100 * 8 * 250]
-    assert torch.equal(batch["row"], torch.arange(100)) and not batch["c249"].any()
+        dataset = CacheIterableDataset(
+            "wide", cache=cluster.endpoint, batch_size=500, stack={"pair": ["c7", "c8"]}
+        )
+        for batch in dataset.loader(num_workers=workers):
+            kept += [batch["c249"], batch["row"], batch["pair"]]
+    torch.save(kept[0], saved)
+    assert len(batch) == 250 and torch.equal(kept[1], torch.arange(500))
+    assert len(pickle.dumps(kept[0])) < 500 * 8 + 1_000 and len(saved.getvalue()) < 500 * 8 + 3_000
+    storages = [column.untyped_storage() for column in kept]
+    assert sum(storage.nbytes() for storage in storages) == 20_000 * 4 * 8
+    assert not any(storage.is_shared() for storage in storages)
+
+
+@pytest.mark.parametrize("make", ["loader", "DataLoader", "fetch"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_can_be_changed_in_place_after_a_first_one_under_inference_mode(
+    cluster: LocalCluster, client: CacheClient, dataset_name: str, tmp_path: Path,
+    make: str, workers: int,
+) -> None:  # fmt: skip
+    table = pa.table(
+        {
+            "row": np.arange(40),
+            "day": pa.array([dt.date(2020, 1, 1)] * 40),
+            "tokens": [[1, 2]] * 40,
+            "pair": pa.array([[1.0, 2.0]] * 40, pa.list_(pa.float32(), 2)),
+            "flag": [True, None] * 20,
+        }
+    )
+    pq.write_table(table, tmp_path / "t.parquet")
+    client.load(DatasetSpec(dataset_name, tmp_path / "t.parquet"))
+    options: dict[str, Any] = {"cache": cluster.endpoint, "nulls": "mask"}
+    if make == "fetch":
+        by_number = CacheDataset(dataset_name, **options)
+        loader: Any = DataLoader(
+            by_number,
+            batch_size=None,
+            sampler=[[*range(at, at + 4)] for at in range(0, 40, 4)],  # type: ignore[arg-type]
+            num_workers=workers,
+        )
+    else:
+        dataset = CacheIterableDataset(dataset_name, batch_size=4, pad_mask="padded", **options)
+        loader = (
+            dataset.loader(num_workers=workers)
+            if make == "loader"
+            else DataLoader(dataset, batch_size=None, num_workers=workers)
+        )
+    batches = iter(loader)
+    with torch.inference_mode():
+        first = next(batches)
+    read = [first, *batches]
+    client.drop(dataset_name)
+    assert len(read) == 10
+    for batch in read:
+        for column in batch.values():
+            for tensor in column if isinstance(column, list) else [column]:
+                tensor.zero_()
 
 
 def test_a_worker_sends_of_a_batch_of_arrays_no_more_memory_than_the_batch(
