@@ -297,7 +297,7 @@ class CacheIterableDataset(RankBatches):
         num_rows = self._opened.shards.num_rows if loading is None else loading.log.total
         return {
             "fingerprint": self.fingerprint,
-            "num_samples": self.num_samples if given else None,
+            "num_samples": self.num_samples if given and loading is None else None,
             "table_rows" if given else "num_rows": num_rows,
             "columns": self._opened.layout.logical.names,
             "view": self.view if given else None,

@@ -123,7 +123,7 @@ class Familiar:
 
     def _repr_html_(self) -> str:
         """What is read, for notebooks."""
-        facts = ((name, _short(value)) for name, value in self._given())
+        facts = [(name, _short(value)) for name, value in self._given() if name != "columns"]
         columns = [(field.name, type_name(field.type)) for field in self.schema]
         return facts_html(
             f"{type(self).__name__} {self._title}", facts, ("column", "type"), columns

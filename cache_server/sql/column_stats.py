@@ -26,6 +26,7 @@ from cache_protocol.storage.column_stats import (
 )
 
 _TEXTS = 4096  # at once
+_MANY = 4  # times as many hashes as are kept
 
 
 def column_stats_batches(
@@ -137,21 +138,27 @@ def _total(values: pa.Array) -> Fraction | None:
 
 def _hashes(values: pa.Array) -> Words | None:
     dtype = values.type
-    try:
-        different = values.unique()
-    except pa.ArrowNotImplementedError:
-        return None
     if pa.types.is_nested(dtype) or pa.types.is_interval(dtype):
         return None
-    if pa.types.is_floating(dtype):
-        numbers = different.to_numpy(zero_copy_only=False).astype(np.float64)
-        words = mixed((numbers + 0.0).view(np.uint64))  # -0.0 is 0.0
-    elif (_is_number(dtype) and not pa.types.is_decimal(dtype)) or pa.types.is_temporal(dtype):
-        words = mixed(_integers(different).astype(np.int64).view(np.uint64))
+    is_float = pa.types.is_floating(dtype)
+    if not (is_float or pa.types.is_temporal(dtype) or _is_number(dtype)) or (
+        pa.types.is_decimal(dtype)
+    ):
+        try:
+            return np.unique(_hashes_of_texts(values.unique()))[:KEPT]
+        except pa.ArrowNotImplementedError:
+            return None
+    if is_float:
+        numbers = values.to_numpy(zero_copy_only=False).astype(np.float64)
+        words = (numbers + 0.0).view(np.uint64)  # -0.0 is 0.0
     else:
-        words = _hashes_of_texts(different)
-    words = np.unique(words)
-    return words[:KEPT]
+        words = _integers(values).astype(np.int64).view(np.uint64)
+    words = mixed(words)
+    if len(words) > _MANY * KEPT:  # mostly enough, and much faster than to sort all
+        least = np.unique(words[words < np.uint64(_MANY * KEPT * 2**64 // len(words))])
+        if len(least) >= KEPT:
+            return least[:KEPT]
+    return np.unique(words)[:KEPT]
 
 
 def _hashes_of_texts(values: pa.Array) -> Words:

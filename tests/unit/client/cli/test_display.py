@@ -167,3 +167,14 @@ def test_top_says_that_it_waits_for_a_job_and_shows_bad_ends_in_red() -> None:
         text = shown(pb.JobInfo(name="train", verdict="over", end=end))
         is_bad = end in (pb.PASS_END_UNSPECIFIED, pb.PASS_END_FAILED)
         assert ("\x1b[31mover" in text) is is_bad
+
+
+def test_a_job_is_a_few_lines_and_a_table_for_notebooks() -> None:
+    ranks = [pb.RankInfo(rank=rank, step=7, wait_share=0.5) for rank in range(12)]
+    job = infos.job_info(
+        pb.JobInfo(name="a<b", dataset="houses", verdict="compute bound", step=7, ranks=ranks)
+    )
+    assert repr(job).startswith("JobInfo('a<b', compute bound)\n")
+    assert len(repr(job).splitlines()) == 5
+    html = job._repr_html_()
+    assert "job a&lt;b" in html and html.count("<td>50%</td>") == 12
