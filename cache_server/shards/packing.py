@@ -167,19 +167,18 @@ class ShardBuilder:
     def _note_refused(self, flat: FlatValues) -> None:
         """Counts the nulls that are refused."""
         self.refused_rows = {}
-        counts = {name: int(mask.sum()) for name, mask in flat.nulls.items()}
-        for name, values in flat.values.items():
+        masks: dict[str, NDArray[np.bool_]] = dict(flat.nulls)
+        for name in self.layout.logical.names:
+            values = flat.values.get(name)
             # In a struct, a null struct has nulls of its fields.
-            if not isinstance(values, np.ndarray) and name in self.layout.logical.names:
-                counts[name] = values.null_count
-        for name, count in counts.items():
+            if values is not None and not isinstance(values, np.ndarray) and values.null_count:
+                is_null = values.is_null().to_numpy(zero_copy_only=False)
+                masks[name] = is_null[:, np.newaxis]
+        for name, mask in masks.items():
             column = self.layout.flat.get(name)
+            count = int(mask.sum())
             if count and (self._refuse_nulls or not (column is None or column.nullable)):
                 self.refused[name] += count
-                mask, values = flat.nulls.get(name), flat.values.get(name)
-                if values is not None and not isinstance(values, np.ndarray):
-                    mask = values.is_null().to_numpy(zero_copy_only=False)[:, np.newaxis]
-                assert mask is not None
                 self.refused_rows[name] = np.flatnonzero(mask.any(axis=1))
 
     def _joined_bits(self, nulls: NullBits) -> BitMatrix:

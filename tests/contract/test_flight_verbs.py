@@ -634,7 +634,7 @@ BAD_DESCRIPTORS: dict[str, tuple[Callable[[Served], flight.FlightDescriptor], Ba
     ),
     "unknown column": (
         lambda s: command(s.command(columns=("row", "colour"))),
-        Bad(RequestError, ("'colour'", "row, a, b, label, text")),
+        Bad(RequestError, ("'colour'", "row, a, b, label and 1 more")),
     ),
     "repeated column": (
         lambda s: command(s.command(columns=("row", "row"))),
@@ -732,7 +732,7 @@ BAD_TICKETS: dict[str, tuple[Callable[[Served], bytes], Bad]] = {
     ),
     "unknown column": (
         lambda s: s.ticket(0, 1, columns=["colour"]).SerializeToString(),
-        Bad(RequestError, ("'colour'", "row, a, b, label, text")),
+        Bad(RequestError, ("'colour'", "row, a, b, label and 1 more")),
     ),
     "rows past the end": (
         lambda s: s.ticket(990, 1001).SerializeToString(),
@@ -835,7 +835,7 @@ BAD_GATHERS: dict[str, tuple[Callable[[Served], flight.FlightDescriptor], Bad]] 
     ),
     "unknown column": (
         lambda s: command(gather_request(s, columns=["colour"]).SerializeToString()),
-        Bad(RequestError, ("'colour'", "row, a, b, label, text")),
+        Bad(RequestError, ("'colour'", "row, a, b, label and 1 more")),
     ),
 }
 
