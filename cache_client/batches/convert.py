@@ -4,9 +4,9 @@ A dict is made of flat columns, and structs become dicts in it. Record batches a
 logical columns, with their nulls.
 
 A scalar column is copied out of its packed matrix, because collectives and `view` need contiguous
-memory, and a column that is kept or pickled must not bring what lies beside it. So is a stack of at
-most a quarter of the matrix. Other columns stacked in the order in which they lie side by side are
-a view, as matrices are; any other stack is a copy. Knows neither nodes nor order.
+memory, and a column that is kept or pickled must not keep its neighbours. A stack of at most a
+quarter of the matrix is copied too. Other columns stacked in the order in which they lie side by
+side are a view, as matrices are; any other stack is a copy. Knows neither nodes nor order.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ def sent(batch: Any) -> Any:
 
 
 def changeable(batches: Iterator[_T]) -> Generator[_T, None, None]:
-    """The same batches, made outside `torch.inference_mode`, whatever the mode of the caller.
+    """The same batches, made outside `torch.inference_mode`, also if the caller is inside it.
 
     A tensor that is made inside it can never be changed in place outside.
     """
