@@ -21,7 +21,6 @@ import pytest
 from cache_client import CacheClient, DatasetSpec
 from cache_client.flight import connections
 from cache_client.reading import reader
-from cache_protocol.errors import CacheError, ConfigError
 from cache_server import LocalCluster
 from cache_server.local import LocalNode
 from tests import forked_python
@@ -60,30 +59,6 @@ def forked_nodes() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LocalNode, "_spawn", _fork_node)
         yield
-
-
-_LONGEST_ERROR = 600  # characters
-
-
-@pytest.fixture(autouse=True)
-def errors_are_short() -> Iterator[None]:
-    """No error that is made in this process during a test is too long to be read.
-
-    None lists all files, columns or nodes: see `cache_protocol.errors.some_of`.
-    """
-    long: list[str] = []
-
-    def note(error: CacheError, *args: object) -> None:
-        Exception.__init__(error, *args)
-        # Bad settings are quoted all at once.
-        problems = str(error).split("; ") if isinstance(error, ConfigError) else [str(error)]
-        if max(map(len, problems)) > _LONGEST_ERROR:
-            long.append(f"{type(error).__name__}: {error}")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CacheError, "__init__", note)
-        yield
-    assert not long
 
 
 @pytest.fixture(scope="module")
