@@ -30,7 +30,7 @@ def stats(
     timeout_s: Annotated[float, typer.Option(help="Seconds to wait for each answer.")] = 60.0,
     as_json: AsJson = False,
 ) -> None:
-    """Show count, nulls, min, max, mean, quantiles and different values of columns."""
+    """Show counts, extremes, means and quantiles of columns."""
     access = access_to(connection_of(endpoint, timeout_s))
     shards = open_version(access, name)
     types = {field.name: field.type for field in shards.logical}
