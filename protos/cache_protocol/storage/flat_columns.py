@@ -315,7 +315,8 @@ def _note_nulls(name: str, array: pa.Array, found: FlatValues, hidden: Bits | No
 def _filled(array: pa.Array) -> Numbers:
     """Numbers, with NaN or 0 in place of nulls."""
     if array.null_count:
-        array = array.fill_null(math.nan if pa.types.is_floating(array.type) else 0)
+        below = math.nan if pa.types.is_floating(array.type) else 0
+        array = array.fill_null(pa.scalar(numpy_dtype(array.type).type(below), array.type))
     numbers: Numbers = array.to_numpy(zero_copy_only=True)
     return numbers
 

@@ -25,6 +25,7 @@ def assert_same(found: pa.RecordBatch, expected: pa.RecordBatch) -> None:
             assert one.equals(other), (name, one, other)
 
 
+@pytest.mark.unversioned  # nodes store, with pyarrow 22; earlier ones cannot fill float16
 @quick
 @given(seeds, st.lists(st.integers(0, 9), max_size=2), st.booleans())
 def test_any_table_comes_out_of_storage_as_it_went_in(
@@ -57,6 +58,7 @@ def test_any_column_or_field_can_be_selected(seed: int, pick: int) -> None:
     assert layout.unpack(stored).schema.equals(layout.logical)
 
 
+@pytest.mark.unversioned  # without pandas, an earlier pyarrow has no objects for nanoseconds
 @quick
 @given(seeds)
 def test_what_is_null_and_only_that_has_a_bit(seed: int) -> None:
