@@ -42,6 +42,7 @@ def test_any_table_comes_out_of_storage_as_it_went_in(
             assert_same(of_stored.unpack(each.slice(1)), piece.slice(1))
 
 
+@pytest.mark.unversioned
 @quick
 @given(seeds, st.integers(0, 99))
 def test_any_column_or_field_can_be_selected(seed: int, pick: int) -> None:
