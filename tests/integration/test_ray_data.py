@@ -196,7 +196,7 @@ def test_a_dataset_without_rows_needs_a_schema(
 
 
 def test_blocks_that_do_not_fit_are_refused_by_name(found: dict[str, Any]) -> None:
-    assert "rows of 'frames' must have the columns" in found["frames"]
+    assert "column 'row' comes as double, which cannot become int64" in found["frames"]
     assert "column 'row' has Python objects" in found["objects"]
 
 

@@ -307,8 +307,8 @@ def test_wrong_columns_and_options_are_quoted(found: dict[str, Any]) -> None:
 def test_spark_reads_each_row_once_in_order_and_in_parts(found: dict[str, Any]) -> None:
     assert found["read"] == list(range(ROWS))
     assert found["parts"] == 3
-    assert found["types"] == "struct<row:bigint,even:smallint,pair:array<float>,text:string>"
-    assert found["fifth"] == {"row": 5, "even": 0, "pair": [5.0, 1.0], "text": "row 5"}
+    assert found["types"] == "struct<row:bigint,even:boolean,pair:array<float>,text:string>"
+    assert found["fifth"] == {"row": 5, "even": False, "pair": [5.0, 1.0], "text": "row 5"}
     assert found["given"] == ROWS // 2
 
 
