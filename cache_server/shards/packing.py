@@ -167,19 +167,23 @@ class ShardBuilder:
     def _note_refused(self, flat: FlatValues) -> None:
         """Counts the nulls that are refused."""
         self.refused_rows = {}
-        masks: dict[str, NDArray[np.bool_]] = dict(flat.nulls)
-        for name in self.layout.logical.names:
+        masks: dict[str, NDArray[np.bool_]] = {
+            name: mask for name, mask in flat.nulls.items() if self._is_refused(name)
+        }
+        for name in filter(self._is_refused, self.layout.logical.names):
             values = flat.values.get(name)
             # In a struct, a null struct has nulls of its fields.
             if values is not None and not isinstance(values, np.ndarray) and values.null_count:
                 is_null = values.is_null().to_numpy(zero_copy_only=False)
                 masks[name] = is_null[:, np.newaxis]
         for name, mask in masks.items():
-            column = self.layout.flat.get(name)
-            count = int(mask.sum())
-            if count and (self._refuse_nulls or not (column is None or column.nullable)):
-                self.refused[name] += count
-                self.refused_rows[name] = np.flatnonzero(mask.any(axis=1))
+            self.refused[name] += int(mask.sum())
+            self.refused_rows[name] = np.flatnonzero(mask.any(axis=1))
+
+    def _is_refused(self, name: str) -> bool:
+        """Whether a null is refused in a unit of null bits, or in an Arrow column."""
+        column = self.layout.flat.get(name)
+        return self._refuse_nulls or not (column is None or column.nullable)
 
     def _joined_bits(self, nulls: NullBits) -> BitMatrix:
         joined = np.zeros((self.num_rows, nulls.width), np.uint8)
