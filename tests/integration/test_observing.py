@@ -47,6 +47,11 @@ def table(cluster: LocalCluster, tmp_path_factory: pytest.TempPathFactory) -> It
     client.drop("observed")
 
 
+@pytest.fixture(autouse=True)
+def _a_rank_is_live_for_longer_than_a_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cache_client.epochs.reports._EXPIRES_INTERVALS", 60.0)
+
+
 @pytest.fixture
 def ranks(cluster: LocalCluster, table: str) -> Ranks:
     """Makes the datasets of all ranks of a job."""
