@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from cache_protocol.errors import LoadError, RequestError
-from cache_protocol.storage.flat_columns import FlatValues, take_apart
+from cache_protocol.storage.flat_columns import FlatColumn, FlatValues, take_apart
 from cache_protocol.storage.layout import Layout, Matrix, StoredColumn, from_matrix
 from cache_protocol.storage.nested_values import plain_type, retyped
 from cache_protocol.storage.null_bits import BitMatrix, NullBits
@@ -98,6 +98,13 @@ class ShardBuilder:
         self.refused = Counter[str]()
         self.refused_rows: dict[str, NDArray[np.int64]] = {}
         self._refuse_nulls = refuse_nulls
+        self._refused_arrow = [  # not in a struct: there, a null struct has nulls of its fields
+            column.name
+            for column in self.layout.tree
+            if isinstance(column, FlatColumn)
+            and column.kind == "arrow"
+            and self._is_refused(column.name)
+        ]
 
     @property
     def num_bytes(self) -> int:
@@ -110,7 +117,8 @@ class ShardBuilder:
         Raises:
             LoadError: naming a column whose values are not of its type.
         """
-        columns = [_conformed(field, batch.column(field.name)) for field in self.layout.logical]
+        arrays = batch.select(self.layout.logical.names).columns
+        columns = list(map(_conformed, self.layout.logical, arrays))
         flat = take_apart(self.layout.tree, columns)
         self._note_refused(flat)
         start, stop = self.num_rows, self.num_rows + batch.num_rows
@@ -170,10 +178,10 @@ class ShardBuilder:
         masks: dict[str, NDArray[np.bool_]] = {
             name: mask for name, mask in flat.nulls.items() if self._is_refused(name)
         }
-        for name in filter(self._is_refused, self.layout.logical.names):
-            values = flat.values.get(name)
-            # In a struct, a null struct has nulls of its fields.
-            if values is not None and not isinstance(values, np.ndarray) and values.null_count:
+        for name in self._refused_arrow:
+            values = flat.values[name]
+            assert isinstance(values, pa.Array)
+            if values.null_count:
                 is_null = values.is_null().to_numpy(zero_copy_only=False)
                 masks[name] = is_null[:, np.newaxis]
         for name, mask in masks.items():

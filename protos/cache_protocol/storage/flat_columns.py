@@ -22,6 +22,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -58,13 +59,23 @@ class FlatColumn:
     shape: tuple[int, ...] = ()
     nullable: bool = True
 
+    @cached_property
+    def storage(self) -> pa.DataType:
+        """The logical type without its encoding, see `storage_type`: numbers, words or Arrow."""
+        return storage_type(self.dtype)
+
+    @cached_property
+    def is_one_number(self) -> bool:
+        """Whether a value is stored as one number that it is itself, not as words."""
+        return is_number(self.storage)
+
     @property
     def null_units(self) -> dict[str, int]:
         """Unit of null bits -> its bits a row."""
         if self.kind == "arrow":
             return {}
         units = {self.name: 1}
-        if pa.types.is_fixed_size_list(storage_type(self.dtype)):
+        if pa.types.is_fixed_size_list(self.storage):
             for depth in range(1, len(self.shape) + 1):
                 units[self.name + _VALUES * depth] = math.prod(self.shape[:depth])
         return units
@@ -275,13 +286,16 @@ def _take_apart(
         for index, child in enumerate(node.children):
             _take_apart(child, array.field(index), found, hidden)
         return
-    stored = retyped(array, storage_type(node.dtype))
+    stored = retyped(array, node.storage)
     if node.kind == "arrow":
         found.values[node.name] = stored
         return
     if stored.null_count:
         _note_nulls(node.name, stored, found, hidden)
-    if not is_number(stored.type) and not pa.types.is_fixed_size_list(stored.type):
+    if node.is_one_number:
+        found.values[node.name] = _filled(stored)
+        return
+    if not pa.types.is_fixed_size_list(stored.type):
         found.values[node.name] = _words_of(stored, node)
         return
     num_rows = len(array)
@@ -298,9 +312,7 @@ def _take_apart(
         if around is not None:
             visible = pa.array(~np.repeat(around, size))
             stored = pc.if_else(visible, stored, pa.scalar(None, stored.type))
-    numbers = _filled(stored)
-    width = math.prod(node.shape)
-    found.values[node.name] = numbers.reshape(num_rows, width) if node.shape else numbers
+    found.values[node.name] = _filled(stored).reshape(num_rows, math.prod(node.shape))
 
 
 def _note_nulls(name: str, array: pa.Array, found: FlatValues, hidden: Bits | None) -> Bits:
@@ -362,11 +374,11 @@ def _put_together(node: FlatColumn | FlatStruct, flat: FlatValues) -> pa.Array:
     values = flat.values[node.name]
     if node.kind == "arrow":
         return retyped(values, node.dtype)
-    stored = storage_type(node.dtype)
+    stored = node.storage
     if node.shape and pa.types.is_fixed_size_list(stored):
         return retyped(_lists(node, values, stored, flat.nulls), node.dtype)
     num_rows = len(values)
-    if not is_number(stored):
+    if not node.is_one_number:
         array = _from_buffers(stored, num_rows, nulls, _bytes_of(values, stored, node))
     elif nulls is None and isinstance(values, pa.Array):
         array = values
