@@ -153,6 +153,15 @@ class NodeConfig(BaseModel):
             metavar="<role>[,<role>]:<pod>",
         ),
     ] = ()
+    audit_log: Annotated[
+        str | None,
+        BeforeValidator(_not_empty),
+        Flag(
+            "File for a JSON line about each load, write, drop and refusal, and the first read of "
+            "a version by a caller; '-': standard output. A file that is moved away is made anew.",
+            metavar="<path>",
+        ),
+    ] = None
     cluster: Cluster = Cluster()  # where this pod finds the API server
     tls_cert: Annotated[
         str | None,

@@ -26,6 +26,7 @@ from cache_protocol.storage.memory_budget import loads_at_once
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.wire.credentials import TLS_SCHEME, Credentials
 from cache_server.auth.authenticator import Authenticator
+from cache_server.auth.caller_log import LOAD, CallerLog
 from cache_server.auth.principals import ANYONE, Principal, Viewer
 from cache_server.config import NodeConfig
 from cache_server.coordination.catalogue import Catalogue
@@ -82,6 +83,7 @@ class CacheServer:
         self._second_reader: SecondReader | None = None
         load_threads = config.load_threads or loads_at_once(_num_processors())
         with ExitStack() as stack:
+            stack.callback(self._authenticator.log.close)
             store = stack.enter_context(
                 ShardStore(
                     config.cache_dir.absolute(),
@@ -142,6 +144,7 @@ class CacheServer:
                     on_failure=on_load_failure,
                 )
                 self._load.start()
+                self._authenticator.log.note(LOAD, owner, "", about={"dataset": load.name})
             self._parts = stack.pop_all()
         logger.info("node up id=%s flight=%s", self.node_id, self.endpoints.flight_location)
 
@@ -359,7 +362,12 @@ def _authenticator(config: NodeConfig, own: Credentials) -> Authenticator:
         ConfigError: every caller could do everything, and other machines reach the node.
     """
     found = Authenticator(
-        config.auth_tokens, config.auth_jwt, own, config.auth_pods, config.cluster
+        config.auth_tokens,
+        config.auth_jwt,
+        own,
+        config.auth_pods,
+        config.cluster,
+        CallerLog(config.audit_log),
     )
     if not found.is_open:
         return found

@@ -7,8 +7,9 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from cache_protocol.errors import UnauthenticatedError
+from cache_protocol.errors import CacheError, UnauthenticatedError
 from cache_protocol.wire.credentials import NO_CREDENTIALS, Credentials
+from cache_server.auth.caller_log import CallerLog
 from cache_server.auth.kubernetes import Cluster
 from cache_server.auth.principals import ANYONE, Principal, Role
 from cache_server.auth.token_file import TokenFile
@@ -29,6 +30,7 @@ class Authenticator:
             whole cache: every caller with the same token is an admin and a node.
         pods: rules for the pods of this node's namespace, see `JwtVerifier.of_pods`.
         cluster: of this pod.
+        log: of callers.
 
     Raises:
         ConfigError: a file cannot be read, a rule is bad, or PyJWT is not installed.
@@ -41,7 +43,9 @@ class Authenticator:
         own: Credentials | None = None,
         pods: Sequence[str] = (),
         cluster: Cluster = Cluster(),  # noqa: B008
+        log: CallerLog | None = None,
     ) -> None:
+        self.log = log or CallerLog()
         self._tokens = None if tokens is None else TokenFile(tokens)
         self._jwt = None
         if jwt is not None or pods:
@@ -111,6 +115,10 @@ class Caller:
         authenticator: of this node.
         verb: a row of `cache_server.auth.verbs`.
         headers, peer: see `Authenticator.authenticate`.
+        address: of the other end of the connection.
+
+    Attributes:
+        about: what the call is about, see `CallerLog.note`.
 
     Raises:
         UnauthenticatedError: the caller has no valid credentials.
@@ -118,11 +126,31 @@ class Caller:
     """
 
     def __init__(
-        self, authenticator: Authenticator, verb: str, headers: Mapping[str, str], peer: str
+        self,
+        authenticator: Authenticator,
+        verb: str,
+        headers: Mapping[str, str],
+        peer: str,
+        address: str = "",
     ) -> None:
         self._authenticator, self._verb = authenticator, verb
         self._headers, self._peer = headers, peer
+        self.address = address
+        self.about: dict[str, str] = {}
+        self._noted: CacheError | None = None
+        self._found: Principal | None = None
         self.principal = self._check()
+
+    def note(self, error: CacheError | None = None) -> None:
+        """Records the end of the call, see `CallerLog.note`; an error once."""
+        if error is None or error is not self._noted:
+            self._noted = error
+            log = self._authenticator.log
+            log.note(self._verb, self._found, self.address, about=self.about, error=error)
+
+    def note_read(self, dataset: str, version: str) -> None:
+        """Records a read, see `CallerLog.note_read`."""
+        self._authenticator.log.note_read(self.principal, self.address, dataset, version)
 
     def still_allowed(self) -> Principal:
         """The principal, authenticated again if the last time is long ago.
@@ -135,9 +163,14 @@ class Caller:
         return self.principal
 
     def _check(self) -> Principal:
-        role, found = role_of(self._verb), ANYONE
-        if role is not None:
-            found = self._authenticator.authenticate(self._headers, self._peer)
-            found.require(role, self._verb)
+        found = ANYONE
+        try:
+            role = role_of(self._verb)
+            if role is not None:
+                found = self._found = self._authenticator.authenticate(self._headers, self._peer)
+                found.require(role, self._verb)
+        except CacheError as error:
+            self.note(error)
+            raise
         self._check_at = time.monotonic() + RECHECK_S
         return found

@@ -113,7 +113,13 @@ class _Checked:
         context = others[-1]
         try:
             if not is_open(self._verb):
-                caller = Caller(self._authenticator, self._verb, _headers(context), _peer(context))
+                caller = Caller(
+                    self._authenticator,
+                    self._verb,
+                    _headers(context),
+                    _peer(context),
+                    context.peer(),
+                )
                 setattr(context, _CALLER, caller)
             parsed = self._parse(request)
         except CacheError as error:

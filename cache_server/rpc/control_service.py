@@ -191,13 +191,16 @@ class CoordinatorServicer(cache_pb2_grpc.CoordinatorServicer):
             _error_statuses(context, request.secrets),
             self._slots.hold(request.spec),
         ):
-            principal = caller_of(context).principal
+            caller = caller_of(context)
+            principal = caller.principal
             request.spec.name = principal.viewer.resolve(request.spec.name)
+            caller.about["dataset"] = request.spec.name
             principal.require_own(request.spec.name, "a load")
             spec = DatasetSpec.from_proto(request.spec, request.secrets)
             info = self._coordinator.create(
                 spec, refresh=request.refresh, append=request.append, by=principal
             )
+            caller.about["version"] = info.fingerprint
             return pb.CreateDatasetResponse(dataset=info)
 
     def PlanDataset(
@@ -273,8 +276,10 @@ class CoordinatorServicer(cache_pb2_grpc.CoordinatorServicer):
     ) -> pb.DeleteDatasetResponse:
         """Forgets a dataset."""
         with _error_statuses(context):
-            principal = caller_of(context).principal
-            principal.require_own(principal.viewer.resolve(request.name), "a drop")
+            caller = caller_of(context)
+            principal = caller.principal
+            caller.about["dataset"] = name = principal.viewer.resolve(request.name)
+            principal.require_own(name, "a drop")
             self._coordinator.delete(request.name, viewer=principal.viewer)
             return pb.DeleteDatasetResponse()
 
@@ -283,15 +288,19 @@ class CoordinatorServicer(cache_pb2_grpc.CoordinatorServicer):
     ) -> pb.BeginWriteResponse:
         """Begins a write."""
         with _error_statuses(context):
-            principal = caller_of(context).principal
+            caller = caller_of(context)
+            principal = caller.principal
             request.spec.name = principal.viewer.resolve(request.spec.name)
+            caller.about["dataset"] = request.spec.name
             principal.require_own(request.spec.name, "a write")
             require_small_schema(len(request.schema))
             try:
                 arriving = schema_from_bytes(request.schema)
             except (ValueError, OSError, pa.ArrowException) as error:
                 raise RequestError(f"the schema of the rows cannot be read: {error}") from None
-            return self._coordinator.begin_write(request, arriving, by=principal)
+            begun = self._coordinator.begin_write(request, arriving, by=principal)
+            caller.about["write"] = begun.write_id
+            return begun
 
     def CommitWrite(
         self, request: pb.CommitWriteRequest, context: grpc.ServicerContext
@@ -299,10 +308,12 @@ class CoordinatorServicer(cache_pb2_grpc.CoordinatorServicer):
         """Makes a version of what was put."""
         with _error_statuses(context):
             wanted = [Chosen(c.partition, c.attempt, c.checksum) for c in request.partitions]
-            outcome = self._coordinator.commit_write(
-                request.write_id, wanted, by=caller_of(context).principal
-            )
+            caller = caller_of(context)
+            caller.about["write"] = request.write_id
+            outcome = self._coordinator.commit_write(request.write_id, wanted, by=caller.principal)
             if isinstance(outcome, pb.DatasetInfo):
+                name = caller.principal.viewer.resolve(outcome.spec.name)
+                caller.about |= {"dataset": name, "version": outcome.fingerprint}
                 return pb.CommitWriteResponse(dataset=outcome)
             return pb.CommitWriteResponse(lost=outcome)
 
@@ -311,7 +322,9 @@ class CoordinatorServicer(cache_pb2_grpc.CoordinatorServicer):
     ) -> pb.AbortWriteResponse:
         """Ends a write without a version."""
         with _error_statuses(context):
-            self._coordinator.abort_write(request.write_id, by=caller_of(context).principal)
+            caller = caller_of(context)
+            caller.about["write"] = request.write_id
+            self._coordinator.abort_write(request.write_id, by=caller.principal)
             return pb.AbortWriteResponse()
 
     def GetWriteSchema(
@@ -455,10 +468,15 @@ class _PooledHandler:
 def _error_statuses(
     context: grpc.ServicerContext, secrets: pb.Secrets = _NO_SECRETS
 ) -> Iterator[None]:
-    """Turns errors into statuses; hides the secrets of the request in unexpected errors."""
+    """Turns errors into statuses; hides the secrets of the request in unexpected errors.
+
+    The end of the call goes to the record of callers.
+    """
     try:
         yield
+        caller_of(context).note()
     except CacheError as error:
+        caller_of(context).note(error)
         abort(context, error)
     except error_text.EXITS:
         raise

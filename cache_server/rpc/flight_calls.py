@@ -43,6 +43,11 @@ class Call(flight.ServerMiddleware):
         assert self.caller is not None  # known before the handler runs
         return self.caller.principal
 
+    def note_read(self, dataset: str, version: str) -> None:
+        """See `Caller.note_read`."""
+        assert self.caller is not None
+        self.caller.note_read(dataset, version)
+
     def still_allowed(self) -> Principal:
         """See `Caller.still_allowed`."""
         assert self.caller is not None
@@ -105,7 +110,8 @@ class CallerMiddleware(flight.ServerMiddlewareFactory):
         call: Call = context.get_middleware(_NAME)
         if call.caller is None:
             peer = context.peer_identity().decode("utf-8", "replace")
-            call.caller = Caller(self._authenticator, call.verb, call.headers, peer)
+            call.caller = Caller(self._authenticator, call.verb, call.headers, peer, context.peer())
+        call.caller.address = context.peer()
         call.limited = self._limits.begin(call.principal.name, context.peer())
         return call
 

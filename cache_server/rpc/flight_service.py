@@ -23,6 +23,7 @@ from cache_protocol.errors import (
     InvalidRowsError,
     InvalidTicketError,
     NotReadyError,
+    PermissionDeniedError,
     RequestError,
     require_ready,
 )
@@ -122,6 +123,7 @@ class FlightService(flight.FlightServerBase):
         with self._call(context) as call:
             viewer = call.principal.viewer
             request, info, part = self._resolve(descriptor, viewer)
+            call.note_read(viewer.resolve(info.spec.name), info.fingerprint)
             if request.HasField("known_groups"):
                 return sealed_info(descriptor, info, request, viewer)
             return flight_info(descriptor, require_ready(info), request.columns, part, viewer)
@@ -168,6 +170,7 @@ class FlightService(flight.FlightServerBase):
                 copied = self._counted(call, Read(key.dataset, "file"), map(_file_chunk, chunks))
                 return flight.GeneratorStream(_FILE_SCHEMA, copied)
             rows = self._ready_node().rows(request.dataset, request.fingerprint, viewer)
+            call.note_read(rows.key.dataset, rows.key.fingerprint)
             if request.HasField("expression"):
                 return self._values(context, call, rows, request.expression)
             if request.HasField("stored"):
@@ -296,6 +299,7 @@ class FlightService(flight.FlightServerBase):
                 )
                 read = Read(rows.key.dataset, "exchange")
                 if selection is None:
+                    call.note_read(rows.key.dataset, rows.key.fingerprint)
                     selection = Selection(rows.layout, list(request.columns), request.null_names)
                     row_bytes = rows.mean_row_bytes(selection)
                     writer.begin(selection.layout.schema)
@@ -356,7 +360,13 @@ class FlightService(flight.FlightServerBase):
     def _call(self, context: flight.ServerCallContext) -> Iterator[Call]:
         """Surrounds a handler: its caller, and its errors."""
         with self._named_errors():
-            yield self._callers.begin(context)
+            call = self._callers.begin(context)
+            try:
+                yield call
+            except PermissionDeniedError as error:
+                assert call.caller is not None
+                call.caller.note(error)
+                raise
 
     @contextmanager
     def _named_errors(self) -> Iterator[None]:

@@ -22,7 +22,6 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -50,6 +49,8 @@ class FlatColumn:
         stored: Arrow type of one number, or of the column if it is ``arrow``.
         shape: of the numbers of a row.
         nullable: whether it may hold nulls.
+        storage: what `storage_type` gives for ``dtype``; found once, for the sake of speed.
+        is_one_number: whether a value is a number itself, and not stored as other numbers.
     """
 
     name: str
@@ -59,15 +60,12 @@ class FlatColumn:
     shape: tuple[int, ...] = ()
     nullable: bool = True
 
-    @cached_property
-    def storage(self) -> pa.DataType:
-        """The logical type without its encoding, see `storage_type`: numbers, words or Arrow."""
-        return storage_type(self.dtype)
+    storage: pa.DataType = field(init=False, compare=False)
+    is_one_number: bool = field(init=False, compare=False)
 
-    @cached_property
-    def is_one_number(self) -> bool:
-        """Whether a value is stored as one number that it is itself, not as words."""
-        return is_number(self.storage)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "storage", storage_type(self.dtype))
+        object.__setattr__(self, "is_one_number", is_number(self.storage))
 
     @property
     def null_units(self) -> dict[str, int]:
