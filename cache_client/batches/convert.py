@@ -162,7 +162,7 @@ class Converter:
             batch[name] = convert(value) if isinstance(value, np.ndarray) else value
         for name, finish in self._finish:
             batch[name] = finish(batch[name])
-        masks = self._rules.masks(rows)
+        masks = self._rules.masks(rows) if self._rules.valid else {}
         if self._batch_format == "jax":
             batch = {name: to_jax(name, value) for name, value in batch.items()}
             masks = {name: to_jax(name, mask) for name, mask in masks.items()}

@@ -188,7 +188,8 @@ def pass_batches(
                     mask = np.arange(size) < size - padded
                     with torch.inference_mode(False):
                         batch = with_column(batch, config.pad_mask, mask, config.batch_format)
-                yield sent(batch if transform is None else transform(batch))
+                made = batch if transform is None else transform(batch)
+                yield sent(made) if pass_.in_worker else made
 
 
 def first_batches(
