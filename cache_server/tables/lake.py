@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from typing import Generic, TypeVar
 
 import pyarrow as pa
@@ -23,7 +24,7 @@ from cache_server.egress.gate import why_unreachable
 from cache_server.object_stores.connections import from_env
 from cache_server.object_stores.options import option_value
 from cache_server.secrets.redaction import redacted, secret_values
-from cache_server.source.pinned import SourceFile, Split, sized_fields
+from cache_server.source.pinned import SourceFile, Split, sized_fields, with_source_type
 from cache_server.sql.formats.batch_rows import batch_rows
 from cache_server.tables.column_sizes import Place, plain_bytes, row_bytes
 
@@ -48,26 +49,35 @@ T = TypeVar("T")
 
 
 def plain_schema(schema: pa.Schema) -> pa.Schema:
-    """``schema`` with small offsets, and no extension types, views or metadata."""
+    """``schema`` as files are read, with a note of the extension types.
+
+    It has small offsets, no extension types, views or metadata, and nullable inner fields.
+    """
     return pa.schema(
-        [pa.field(field.name, _plain_type(field.type), field.nullable) for field in schema]
+        [
+            with_source_type(
+                pa.field(field.name, _small(field.type), field.nullable),
+                pa.field(field.name, _small(field.type, keep_extensions=True), field.nullable),
+            )
+            for field in schema
+        ]
     )
 
 
-def _plain_type(dtype: pa.DataType) -> pa.DataType:
-    types = pa.types
+def _small(dtype: pa.DataType, *, keep_extensions: bool = False) -> pa.DataType:
+    types, small = pa.types, partial(_small, keep_extensions=keep_extensions)
     if isinstance(dtype, pa.BaseExtensionType):
-        return _plain_type(dtype.storage_type)
+        return dtype if keep_extensions else small(dtype.storage_type)
     if types.is_large_string(dtype) or types.is_string_view(dtype):
         return pa.string()
     if types.is_large_binary(dtype) or types.is_binary_view(dtype):
         return pa.binary()
     if types.is_list(dtype) or types.is_large_list(dtype):
-        return pa.list_(pa.field(dtype.value_field.name, _plain_type(dtype.value_type)))
+        return pa.list_(pa.field(dtype.value_field.name, small(dtype.value_type)))
     if types.is_map(dtype):
-        return pa.map_(_plain_type(dtype.key_type), _plain_type(dtype.item_type))
+        return pa.map_(small(dtype.key_type), small(dtype.item_type))
     if types.is_struct(dtype):
-        return pa.struct([pa.field(field.name, _plain_type(field.type)) for field in dtype])
+        return pa.struct([pa.field(field.name, small(field.type)) for field in dtype])
     return dtype
 
 

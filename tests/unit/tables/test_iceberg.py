@@ -41,7 +41,7 @@ from pyroaring import BitMap
 
 from cache_protocol.datasets.dataset_spec import TableSpec
 from cache_protocol.errors import LoadError, RequestError
-from cache_server.source.pinned import Condition
+from cache_server.source.pinned import Condition, source_type
 from cache_server.tables import iceberg, iceberg_catalogs, iceberg_lookup
 from tests.iceberg_tables import described_file, opened_catalog, with_deletes
 from tests.lake_formats import (
@@ -274,7 +274,10 @@ def test_types_come_with_small_offsets_and_without_metadata(catalog: SqlCatalog)
         pa.struct([("s", pa.string()), ("n", pa.list_(pa.field("element", pa.string())))]),
         pa.map_(pa.string(), pa.string()),
     ]
-    assert not any(field.metadata for field in pin.schema) and not pin.schema.metadata
+    assert {field.name: source_type(field) for field in pin.schema if field.metadata} == {
+        "key": pa.uuid()
+    }
+    assert not pin.schema.metadata
     found = read_table(spec, pin)
     assert found.column("pair").to_pylist() == [row["pair"] for row in rows]
     assert found.column("key").to_pylist() == [row["key"] for row in rows]
