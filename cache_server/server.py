@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import threading
 import time
 import uuid
@@ -174,6 +175,7 @@ class CacheServer:
         self.endpoints = pb.CoordinatorEndpoints(
             flight_location=f"{TLS_SCHEME if tls else 'grpc://'}{config.host}:{self._flight.port}",
             control_location=f"{TLS_SCHEME if tls else ''}{config.host}:{self._control.port}",
+            page=self.page,
         )
 
     def _description(self, store: ShardStore) -> pb.Node:
@@ -185,6 +187,7 @@ class CacheServer:
             memory_limit_bytes=self._config.shard_limit_bytes or 0,
             process=uuid.uuid4().hex,
             version=version("trainer-data-cache"),
+            name=socket.gethostname(),
         )
 
     def _serve(self, coordinator: Coordinator | None) -> None:
@@ -298,6 +301,7 @@ class _Status:
             node=node,
             ready=self.readiness.is_ready(),
             coordinator=self.node.coordinator.control_location,
+            coordinator_page=self.node.coordinator.page,
             versions=seen,
             huge_page_bytes=self.huge_pages.num_bytes,
             counts=self.traffic.counts({version.key.dataset for version in versions}).of(

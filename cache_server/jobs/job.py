@@ -244,7 +244,7 @@ class Job:
         verdict = (
             Verdict("ranks disagree", f"ranks disagree: {text}") if text else judge(self._live)
         )
-        if verdict.key != self._verdict.key:
+        if not self._verdict.goes_on_as(verdict):
             self._verdict_at = now
         self._verdict = verdict
         return verdict
@@ -352,6 +352,7 @@ def _node_shares(ranks: Ranks) -> Sequence[pb.NodeShare]:
 
 
 def _describe_rank(reader: Reader, window: RankWindow, now: float) -> pb.RankInfo:
+    waits = reader.waits.since(now - HISTORY_S)
     return pb.RankInfo(
         rank=reader.rank,
         live=reader.expires_at >= now,
@@ -363,5 +364,6 @@ def _describe_rank(reader: Reader, window: RankWindow, now: float) -> pb.RankInf
         transform_s=window.per_step(window.transform_s),
         fetch_s=window.per_step(window.fetch_s),
         age_s=now - reader.last_at,
-        wait_history=[share for _, share in reader.waits.since(now - HISTORY_S)],
+        wait_history=[share for _, share in waits],
+        wait_ages_s=[now - at for at, _ in waits],
     )
