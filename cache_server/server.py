@@ -51,6 +51,7 @@ logger = logging.getLogger(__name__)
 
 _JOIN_TIMEOUT_S = 10.0
 _KEYS_TIMEOUT_S = 20.0  # for the keys of callers, at the start
+_MOST_RANKS = 1024  # of a job, on the page: 60 ms
 _MIN_STOP_TIMEOUT_S = 0.5  # for each part of a node that stops
 _OWN_TOKEN_RETRY_S = 0.5
 
@@ -277,7 +278,7 @@ class _Status:
     readiness: _Readiness
 
     def seen_by(self, viewer: Viewer, job: str) -> NodeStatus:
-        """What a viewer sees now, with the ranks of a job; "": of none."""
+        """What a viewer sees now, with the ranks of a job; "": of the only one that runs."""
         versions = self.node.versions()
         seen = self.node.versions(viewer)
         node = pb.Node(
@@ -289,12 +290,16 @@ class _Status:
         cache = None
         if self.coordinator is not None:
             jobs = self.coordinator.jobs.jobs(viewer=viewer, most_ranks=0)
-            is_known = job in {each.name for each in jobs}
+            live = {each.name for each in jobs if each.live}
+            job = job or (live.pop() if len(live) == 1 else "")
+            ranks = []
+            if job in {each.name for each in jobs}:
+                ranks = self.coordinator.jobs.jobs(job, viewer=viewer, most_ranks=_MOST_RANKS)
             cache = CacheStatus(
                 tuple(self.coordinator.nodes()),
                 tuple(self.coordinator.summaries(viewer)),
                 tuple(jobs),
-                tuple(self.coordinator.jobs.jobs(job, viewer=viewer) if is_known else ()),
+                tuple(ranks),
                 len(self.coordinator.damaged),
             )
         return NodeStatus(

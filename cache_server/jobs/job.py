@@ -272,7 +272,7 @@ class Job:
         )
         if not is_live:
             end = judge_end(self._rank_ends())
-            info.verdict = f"{end.text}, {now - self.last_at:.0f} s ago"
+            info.verdict = f"{end.text}, {_ago(now - self.last_at)}"
             info.end = _END_NUMBERS[end.end]
         if len(shown):
             behind = self._by_number[shown.behind()]
@@ -336,6 +336,10 @@ def _claim(report: pb.ReaderReport) -> Claim:
         report.run, report.rank, terms, report.process, report.host, report.pid,
         report.process_rank, report.num_processes, report.attempt,
     )  # fmt: skip
+
+
+def _ago(seconds: float) -> str:
+    return f"{seconds:.0f} s ago" if seconds < 120 else f"{seconds / 60:.0f} min ago"
 
 
 def _node_shares(ranks: Ranks) -> Sequence[pb.NodeShare]:

@@ -141,9 +141,11 @@ def _slow_ranks(ranks: Ranks) -> Verdict | None:
     if (found := ranks.slowest()) is None:
         return None
     slowest, others = found
-    slow = ranks.slower_than(max(_SLOW * others, others + _SLOW_SHARE * slowest.step_s))
-    if not slow:
+    waited, much = slowest.per_step(slowest.waited_s), _SLOW_SHARE * slowest.step_s
+    least = max(_SLOW * others, others + much)
+    if waited <= least:
         return None
+    slow = ranks.slower_than(max(least, waited / _SLOW))
     text = f"rank {slowest.rank} is slow: {_cause(slowest)}"
     if len(slow) > 1:
         text = f"ranks {some_of(sorted(slow))} are slow: up to {_cause(slowest)}"
