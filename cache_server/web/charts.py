@@ -147,7 +147,7 @@ def grouped(
     for start in range(0, len(rows), size):
         group = rows[start : start + size]
         first, last = group[0][0], group[-1][0]
-        name = str(first) if first == last else f"{first}\N{EN DASH}{last}"
+        name = str(first) if first == last else f"{first}-{last}"
         together = zip(*(shares for _, shares in group), strict=True)
         known = ([share for share in column if share is not None] for column in together)
         groups.append((name, [max(column, default=None) for column in known]))
@@ -185,7 +185,7 @@ def _ages(span_s: float) -> str:
 def _legend() -> str:
     steps = (
         f'<span><i class="heat{level}"></i>{100 * level // _LEVELS}'
-        f"\N{EN DASH}{100 * (level + 1) // _LEVELS}%</span>"
+        f"-{100 * (level + 1) // _LEVELS}%</span>"
         for level in range(_LEVELS)
     )
     return f'<span class="legend">{"".join(steps)}<span><i></i>no report</span></span>'

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 
+from cache_protocol.cli.output import with_labels
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.web.charts import (
     MOST_ROWS,
@@ -16,7 +17,7 @@ from cache_server.web.charts import (
     heat_map,
     line_chart,
 )
-from cache_server.web.html import Alert, Html, View, facts, section, text
+from cache_server.web.html import Alert, Html, View, facts, section
 
 _MOST_CHARTED, _MOST_RANKS, _MOST_NODES = 4, 16, 8
 _MOST_ENDED, _MOST_FAILED = 20, 3  # of them are shown
@@ -44,6 +45,7 @@ def jobs_view(
     if view.job and not any(job.name == view.job for job in asked):
         yield f'<p class="bad">no reader of a job {escape(view.job)} has reported lately</p>'
     live = [whole.get((job.name, job.dataset), job) for job in jobs if job.live]
+    live.sort(key=lambda job: ((job.name, job.dataset) not in whole, _kind(job) == "good"))
     yield "<section><h2>Running jobs</h2>"
     if not live:
         yield "<p>No training job reads from this cache now.</p>"
@@ -74,7 +76,7 @@ def _ended(
     shown = jobs[:_MOST_ENDED] if is_open else failed[:_MOST_FAILED]
     items = (
         f"<li>{view.link(job.name, job=job.name, ranks=None)} "
-        f'<span class="{_kind(job)}">{escape(_named(job.verdict, names))}</span></li>'
+        f'<span class="{_kind(job)}">{escape(with_labels(job.verdict, names))}</span></li>'
         for job in shown
     )
     yield f"<ul>{''.join(items)}</ul>" if shown else ""
@@ -92,14 +94,6 @@ def _kind(job: pb.JobInfo) -> str:
     return "bad" if job.end in _BAD_ENDS else ""
 
 
-def _named(verdict: str, names: Mapping[str, str]) -> str:
-    """A verdict with the name of the node whose id it has."""
-    for node_id, name in names.items():
-        if node_id and f"node {node_id} " in verdict:
-            return verdict.replace(node_id, name)
-    return verdict
-
-
 def _card(
     job: pb.JobInfo, names: Mapping[str, str], view: View, is_whole: bool, has_charts: bool
 ) -> str:
@@ -109,7 +103,7 @@ def _card(
         f'<article class="{kind}{" whole" * is_whole}">'
         f'<div class="head"><h3>{view.link(job.name, job=job.name, ranks=None)}</h3>'
         f'<span class="mute">reads {escape(job.dataset)}</span></div>',
-        f'<p class="verdict {kind}">{escape(_named(job.verdict, names))}{since}</p>',
+        f'<p class="verdict {kind}">{escape(with_labels(job.verdict, names))}{since}</p>',
         _progress(job),
         facts(_numbers(job)),
     ]
@@ -165,12 +159,9 @@ def _ranks(job: pb.JobInfo, names: Mapping[str, str], view: View) -> Iterator[st
     of = f" {first} to {last}" if view.ranks else ""
     if ranks:
         span_s = max(_MIN_SPAN_S, _span_s(job))
-        rows = grouped(
-            [
-                (rank.rank, columns([*zip(rank.wait_ages_s, rank.wait_history)], span_s))
-                for rank in ranks
-            ]
-        )
+        waits = (zip(rank.wait_ages_s, rank.wait_history, strict=False) for rank in ranks)
+        shares = [columns(list(each), span_s) for each in waits]
+        rows = grouped([(rank.rank, each) for rank, each in zip(ranks, shares, strict=True)])
         named = "; ".join(f"rank {each.rank}: {each.wait_share:.0%}" for each in worst[:4])
         title = f"waits for data, by rank{of}"
         yield heat_map(title, f"{title}; now most {named}", rows, span_s=span_s)
@@ -209,7 +200,7 @@ def _zoom(job: pb.JobInfo, view: View) -> str:
     for start in range(0, len(ranks), MOST_ROWS):
         part = ranks[start], ranks[min(start + MOST_ROWS, len(ranks)) - 1]
         is_it = ' aria-current="true"' * (view.ranks == part)
-        name = f"{part[0]}\N{EN DASH}{part[1]}"
+        name = f"{part[0]}-{part[1]}"
         links.append(view.link(name, is_it, job=job.name, ranks=part))
     return f'<p class="zoom">{left_out}<span>Show ranks</span> {" ".join(links)}</p>'
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from datetime import datetime
 from html import escape
 
-from cache_protocol.cli.output import size
+from cache_protocol.cli.output import node_label, size
 from cache_protocol.errors import short
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.wire.load_progress import state_name
@@ -32,7 +32,7 @@ def page(status: NodeStatus, view: View | None = None, now: datetime | None = No
         now: time to show; None: none.
     """
     view = view or View()
-    title = escape(node_name(status.node))
+    title = escape(_label(status.node))
     body = _of_other(status, view) if status.cache is None else _of_cache(status.cache, view)
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
@@ -43,9 +43,8 @@ def page(status: NodeStatus, view: View | None = None, now: datetime | None = No
     )
 
 
-def node_name(node: pb.Node) -> str:
-    """What people call a node: the name of its machine or pod, then its id."""
-    return f"{short(node.name, 63)} ({node.id})" if node.name else node.id
+def _label(node: pb.Node) -> str:
+    return node_label(node.name, node.id)
 
 
 def _header(status: NodeStatus, view: View, now: datetime | None) -> str:
@@ -59,7 +58,7 @@ def _header(status: NodeStatus, view: View, now: datetime | None) -> str:
     )
     return (
         f"<header><h1>Data cache: {ready}</h1>"
-        f'<p class="mute">{role} {escape(node_name(status.node))}</p>'
+        f'<p class="mute">{role} {escape(_label(status.node))}</p>'
         f'<p class="mute">{at} {again}</p></header>'
     )
 
@@ -79,7 +78,7 @@ def _of_other(status: NodeStatus, view: View) -> Iterator[str]:
 
 
 def _of_cache(cache: CacheStatus, view: View) -> Iterator[str]:
-    names = {node.id: node_name(node) for node in cache.nodes}
+    names = {node.id: _label(node) for node in cache.nodes}
     yield from _problems(cache, view)
     yield from jobs_view(cache.jobs, cache.job, names, view)
     datasets = [
@@ -95,7 +94,7 @@ def _of_cache(cache: CacheStatus, view: View) -> Iterator[str]:
     ]
     nodes = [
         [
-            node_name(node),
+            _label(node),
             "alive" if node.alive else Alert("untrusted" if node.untrusted else "lost"),
             _memory_bar(node),
             f"{node.stored_shards:,}",
@@ -116,7 +115,7 @@ def _problems(cache: CacheStatus, view: View) -> Iterator[str]:
     lost = [node for node in cache.nodes if not node.alive and not node.untrusted]
     for what, nodes in (("lost", lost), ("untrusted", untrusted)):
         if nodes:
-            some = ", ".join(node_name(node) for node in nodes[:3])
+            some = ", ".join(_label(node) for node in nodes[:3])
             more = f" and {len(nodes) - 3} more" if len(nodes) > 3 else ""
             found.append(f"{len(nodes)} of {len(cache.nodes)} nodes {what}: {some}{more}")
     if cache.damaged_entries:

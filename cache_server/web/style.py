@@ -26,9 +26,12 @@ header p { margin: 0 } .mute, dt, figcaption, .plot { color: var(--mute) }
 .good { color: var(--good) } .bad { color: var(--bad) } .bad, dd, li { overflow-wrap: anywhere }
 .verdict { font-size: 1.1rem; font-weight: 600; overflow-wrap: anywhere }
 .verdict .mute { font-size: .9rem; font-weight: 400 }
-.cards { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)) }
-article { background: var(--card); border: 1px solid var(--rule); border-left: .3rem solid var(--mute);
-  border-radius: .4rem; margin-top: .6rem; min-width: 0; padding: .8rem 1rem }
+.cards, .charts { display: grid; gap: 1rem 2rem }
+.cards { grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)) }
+.charts { grid-template-columns: repeat(auto-fit, minmax(min(100%, 22rem), 1fr)) }
+article { background: var(--card); border: 1px solid var(--rule);
+  border-left: .3rem solid var(--mute); border-radius: .4rem;
+  margin-top: .6rem; min-width: 0; padding: .8rem 1rem }
 article.good { border-left-color: var(--good); color: inherit }
 article.bad { border-left-color: var(--bad); color: inherit }
 article.whole { grid-column: 1 / -1 }
@@ -45,25 +48,25 @@ th { white-space: nowrap } td { overflow-wrap: break-word }
 .bar { height: .7rem; vertical-align: baseline; width: 6rem } td:has(.bar) { min-width: 10rem }
 .all { fill: var(--rule) } .part { fill: var(--first) }
 .progress .bar { display: block; height: .5rem; width: 100% }
-.charts { display: grid; gap: .8rem 2rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 22rem), 1fr)) }
 figure { margin: .6rem 0 0; min-width: 0 } figcaption { font-size: .9rem }
 figcaption { display: flex; flex-wrap: wrap; gap: 0 1.2rem }
-.plot { display: grid; font-size: .75rem; grid-template-columns: 3rem minmax(0, 1fr); line-height: 1.2;
-  margin-top: .3rem }
+.plot { display: grid; font-size: .75rem; grid-template-columns: 3rem minmax(0, 1fr);
+  line-height: 1.2;  margin-top: .3rem }
 .plot svg { display: block; height: 6rem; overflow: visible; width: 100% }
 .y { display: flex; flex-direction: column; justify-content: space-between; padding-right: .5rem;
   text-align: right }
 .x { display: grid; grid-column: 2; grid-template-columns: repeat(3, 1fr); margin-top: .25rem }
-.x span { text-align: center } .x :first-child { text-align: left } .x :last-child { text-align: right }
+.x span { text-align: center } .x :first-child { text-align: left }
+.x :last-child { text-align: right }
 .heat { grid-template-columns: 4.5rem minmax(0, 1fr); --row: 1.1rem }
 .dense { --row: .5rem } .plot.heat svg { height: calc(var(--rows) * var(--row)) }
-.heat .y { justify-content: flex-start } .heat .y span { height: var(--row); line-height: var(--row);
-  white-space: nowrap }
+.heat .y { justify-content: flex-start }
+.heat .y span { height: var(--row); line-height: var(--row); white-space: nowrap }
 path { fill: none; stroke-linejoin: round; vector-effect: non-scaling-stroke }
 .grid { stroke: var(--rule) } .line0, .line1 { stroke-linecap: round; stroke-width: 2 }
 .line0 { stroke: var(--first) } .line1 { stroke: var(--second); stroke-dasharray: 6 4 }
-.key0::before, .key1::before { border-top: 3px solid var(--first); content: ""; display: inline-block;
-  margin-right: .5ch; vertical-align: middle; width: 1.4rem }
+.key0::before, .key1::before { border-top: 3px solid var(--first); content: "";
+  display: inline-block; margin-right: .5ch; vertical-align: middle; width: 1.4rem }
 .key1::before { border-top: 3px dashed var(--second) }
 .heat0 { background: var(--heat0); fill: var(--heat0) }
 .heat1 { background: var(--heat1); fill: var(--heat1) }

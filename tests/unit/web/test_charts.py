@@ -64,7 +64,7 @@ def test_a_heat_map_has_a_legend_and_says_what_no_report_is() -> None:
     svg = heat_map("waits", "waits; now most rank 1", [("0", [0.1]), ("1", [None])], span_s=60)
 
     legend = re.sub("<[^>]+>", " ", svg)
-    assert all(f"{low}–{low + 20}%" in legend for low in range(0, 100, 20))
+    assert all(f"{low}-{low + 20}%" in legend for low in range(0, 100, 20))
     assert "no report" in legend
     assert 'aria-label="waits; now most rank 1"' in svg
 
@@ -90,4 +90,4 @@ def test_ranks_are_grouped_so_that_the_worst_of_each_group_is_seen(
     assert len(groups) == rows
     assert all(values[0] is None for _, values in groups)
     if num_ranks == 1000:
-        assert [name for name, values in groups if values[-1]] == ["704–719"]
+        assert [name for name, values in groups if values[-1]] == ["704-719"]
