@@ -1,4 +1,4 @@
-"""The jobs on the page: verdict and progress first, then charts, ranks and nodes. Pure."""
+"""The jobs on the page: verdict and progress first, then charts, ranks and nodes."""
 
 from __future__ import annotations
 

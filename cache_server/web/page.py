@@ -1,4 +1,4 @@
-"""A `NodeStatus` as one HTML page. Every string is escaped. Pure.
+"""A `NodeStatus` as one HTML page. Every string is escaped.
 
 It has no script: what is open and what is asked for is in the address, so it lasts when the page
 loads anew. See ADR 0058.

@@ -73,7 +73,6 @@ PURE_MODULES = (
     "cache_server/jobs/verdict.py",
     "cache_server/web/charts.py",
     "cache_server/web/html.py",
-    "cache_server/web/jobs_view.py",
     "cache_server/web/style.py",
     "cache_server/node/desired.py",
     "cache_server/node/reconcile.py",
