@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import threading
 import time
 import uuid
@@ -51,6 +52,7 @@ logger = logging.getLogger(__name__)
 
 _JOIN_TIMEOUT_S = 10.0
 _KEYS_TIMEOUT_S = 20.0  # for the keys of callers, at the start
+_MOST_RANKS = 1024  # of a job, on the page: 60 ms
 _MIN_STOP_TIMEOUT_S = 0.5  # for each part of a node that stops
 _OWN_TOKEN_RETRY_S = 0.5
 
@@ -177,6 +179,7 @@ class CacheServer:
         self.endpoints = pb.CoordinatorEndpoints(
             flight_location=f"{TLS_SCHEME if tls else 'grpc://'}{config.host}:{self._flight.port}",
             control_location=f"{TLS_SCHEME if tls else ''}{config.host}:{self._control.port}",
+            page=self.page,
         )
 
     def _description(self, store: ShardStore) -> pb.Node:
@@ -188,6 +191,7 @@ class CacheServer:
             memory_limit_bytes=self._config.shard_limit_bytes or 0,
             process=uuid.uuid4().hex,
             version=version("trainer-data-cache"),
+            name=socket.gethostname(),
         )
 
     def _serve(self, coordinator: Coordinator | None) -> None:
@@ -277,7 +281,7 @@ class _Status:
     readiness: _Readiness
 
     def seen_by(self, viewer: Viewer, job: str) -> NodeStatus:
-        """What a viewer sees now, with the ranks of a job; "": of none."""
+        """What a viewer sees now, with the ranks of a job; "": of the only one that runs."""
         versions = self.node.versions()
         seen = self.node.versions(viewer)
         node = pb.Node(
@@ -289,18 +293,23 @@ class _Status:
         cache = None
         if self.coordinator is not None:
             jobs = self.coordinator.jobs.jobs(viewer=viewer, most_ranks=0)
-            is_known = job in {each.name for each in jobs}
+            live = {each.name for each in jobs if each.live}
+            job = job or (live.pop() if len(live) == 1 else "")
+            ranks = []
+            if job in {each.name for each in jobs}:
+                ranks = self.coordinator.jobs.jobs(job, viewer=viewer, most_ranks=_MOST_RANKS)
             cache = CacheStatus(
                 tuple(self.coordinator.nodes()),
                 tuple(self.coordinator.summaries(viewer)),
                 tuple(jobs),
-                tuple(self.coordinator.jobs.jobs(job, viewer=viewer) if is_known else ()),
+                tuple(ranks),
                 len(self.coordinator.damaged),
             )
         return NodeStatus(
             node=node,
             ready=self.readiness.is_ready(),
             coordinator=self.node.coordinator.control_location,
+            coordinator_page=self.node.coordinator.page,
             versions=seen,
             huge_page_bytes=self.huge_pages.num_bytes,
             counts=self.traffic.counts({version.key.dataset for version in versions}).of(

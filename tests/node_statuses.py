@@ -14,6 +14,7 @@ STATUS = NodeStatus(
     ),
     ready=True,
     coordinator="host:2",
+    coordinator_page="http://host:3/",
     versions=(
         VersionStatus(VersionKey("trips", "f00"), 7, 8, loading=2, failed=0, num_bytes=2048),
     ),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -13,7 +13,7 @@ from rich.text import Text
 from cache_client.control.infos import JobInfo, NodeInfo
 from cache_client.order.audit import EpochAudit
 from cache_protocol.cli.facts import printable
-from cache_protocol.cli.output import size
+from cache_protocol.cli.output import node_label, size, with_labels
 
 _MOST_RANKS = 12  # in the live view; those that wait most
 _BAR = 20  # characters
@@ -64,8 +64,9 @@ def top_view(
         waits_for: the job that was asked for; empty: all.
     """
     parts: list[RenderableType] = []
+    labels = {node.id: node_label(node.name, node.id) for node in nodes}
     for job in jobs:
-        parts += [_headline(job), _ranks_table(job), Text()]
+        parts += [_headline(job, labels), _ranks_table(job), Text()]
     if not jobs:
         missing = "no reader has reported lately"
         if waits_for:
@@ -75,7 +76,7 @@ def top_view(
     return Group(*parts)
 
 
-def _headline(job: JobInfo) -> Text:
+def _headline(job: JobInfo, labels: Mapping[str, str]) -> Text:
     is_bad_end = job.end in ("", "failed") and not job.live
     bad = is_bad_end or (job.live and not job.verdict.startswith("compute bound"))
     text = Text()
@@ -84,7 +85,8 @@ def _headline(job: JobInfo) -> Text:
     text.append(f" of {_steps(job)}  {job.rows_per_s:,.0f} rows/s  ")
     text.append(_sparkline([sample.rows_per_s for sample in job.history]), style="cyan")
     text.append("\n")
-    text.append(printable(job.verdict), style="red" if bad else "green")
+    verdict = with_labels(job.verdict, labels)
+    text.append(printable(verdict), style="red" if bad else "green")
     text.append(f"  for {_duration(job.verdict_s)}", style="dim")
     if job.view:
         text.append(f"\nview {printable(job.view)}", style="dim")
@@ -121,7 +123,7 @@ def _nodes_table(nodes: Sequence[NodeInfo]) -> Table:
         limit = node.memory_limit_bytes
         share = node.stored_bytes / limit if limit else 0.0
         table.add_row(
-            node.id,
+            printable(node_label(node.name, node.id)),
             "alive" if node.alive else Text("lost", style="red"),
             f"{size(node.stored_bytes)}{f' of {size(limit)} ({share:.0%})' if limit else ''}",
             str(node.stored_shards),

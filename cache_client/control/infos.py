@@ -91,6 +91,7 @@ class NodeInfo:
         memory_limit_bytes: None if there is no limit.
         version: of its package; empty if it was not heard yet.
         untrusted: why the coordinator ignores the node; empty: it does not.
+        name: host name of its machine, or of its pod.
     """
 
     id: str
@@ -103,6 +104,7 @@ class NodeInfo:
     alive: bool
     version: str = ""
     untrusted: str = ""
+    name: str = ""
 
 
 @dataclass(frozen=True)
@@ -144,7 +146,7 @@ class RankInfo:
         wait_share: of its time, it waits for data.
         step_s, transform_s, fetch_s: of a step.
         age_s: of its last report.
-        wait_history: shares, the oldest first.
+        wait_history: shares, the oldest first; ``wait_ages_s`` when they were taken.
     """
 
     rank: int
@@ -158,6 +160,7 @@ class RankInfo:
     fetch_s: float
     age_s: float
     wait_history: tuple[float, ...]
+    wait_ages_s: tuple[float, ...]
 
 
 @dataclass(frozen=True)

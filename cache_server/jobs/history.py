@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Final
 
@@ -45,4 +46,6 @@ class Ring:
 
     def since(self, oldest: float) -> Sequence[tuple[float, ...]]:
         """The samples from then on: the time, then the numbers."""
-        return [row for row in zip(self._times, *self._columns, strict=True) if row[0] >= oldest]
+        first = bisect_left(self._times, oldest)
+        columns = (column[first:] for column in (self._times, *self._columns))
+        return list(zip(*columns, strict=True))

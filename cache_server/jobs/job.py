@@ -244,7 +244,7 @@ class Job:
         verdict = (
             Verdict("ranks disagree", f"ranks disagree: {text}") if text else judge(self._live)
         )
-        if verdict.key != self._verdict.key:
+        if not self._verdict.goes_on_as(verdict):
             self._verdict_at = now
         self._verdict = verdict
         return verdict
@@ -272,7 +272,7 @@ class Job:
         )
         if not is_live:
             end = judge_end(self._rank_ends())
-            info.verdict = f"{end.text}, {now - self.last_at:.0f} s ago"
+            info.verdict = f"{end.text}, {_ago(now - self.last_at)}"
             info.end = _END_NUMBERS[end.end]
         if len(shown):
             behind = self._by_number[shown.behind()]
@@ -338,6 +338,10 @@ def _claim(report: pb.ReaderReport) -> Claim:
     )  # fmt: skip
 
 
+def _ago(seconds: float) -> str:
+    return f"{seconds:.0f} s ago" if seconds < 120 else f"{seconds / 60:.0f} min ago"
+
+
 def _node_shares(ranks: Ranks) -> Sequence[pb.NodeShare]:
     rows, waits = ranks.node_rows, ranks.node_waits
     all_rows, all_waits = sum(rows.values()), sum(waits.values())
@@ -352,6 +356,7 @@ def _node_shares(ranks: Ranks) -> Sequence[pb.NodeShare]:
 
 
 def _describe_rank(reader: Reader, window: RankWindow, now: float) -> pb.RankInfo:
+    waits = reader.waits.since(now - HISTORY_S)
     return pb.RankInfo(
         rank=reader.rank,
         live=reader.expires_at >= now,
@@ -363,5 +368,6 @@ def _describe_rank(reader: Reader, window: RankWindow, now: float) -> pb.RankInf
         transform_s=window.per_step(window.transform_s),
         fetch_s=window.per_step(window.fetch_s),
         age_s=now - reader.last_at,
-        wait_history=[share for _, share in reader.waits.since(now - HISTORY_S)],
+        wait_history=[share for _, share in waits],
+        wait_ages_s=[now - at for at, _ in waits],
     )

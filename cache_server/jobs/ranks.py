@@ -5,7 +5,8 @@ All answers cost the same for 12 and for 12,000 ranks. A rank is added in about 
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+import math
+from bisect import bisect_left, bisect_right, insort
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -255,6 +256,11 @@ class Ranks:
             return None
         low, high = self._by_wait[(others - 1) // 2][0], self._by_wait[others // 2][0]
         return self.window(self._by_wait[-1][1]), (low + high) / 2
+
+    def slower_than(self, seconds: float) -> frozenset[int]:
+        """The ranks that wait longer than that a step."""
+        first = bisect_right(self._by_wait, (seconds, math.inf))
+        return frozenset(self.window(number).rank for _, number in self._by_wait[first:])
 
 
 def _whole(value: float) -> int:

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from cache_protocol.errors import some_of
 from cache_server.jobs.ranks import Ranks, RankWindow
 
 _STALLED: Final = 0.1  # share of its time that a rank waits for data, in an input bound job
@@ -30,19 +31,20 @@ class Verdict:
 
     Attributes:
         text: for people.
-        rank: that everyone waits for.
+        ranks: that everyone waits for.
         node: that most waits are for, or that serves most rows.
     """
 
     kind: Kind
     text: str
-    rank: int | None = None
+    ranks: frozenset[int] = frozenset()
     node: str | None = None
 
-    @property
-    def key(self) -> tuple[object, ...]:
-        """Equal for verdicts that differ only in numbers."""
-        return self.kind, self.rank, self.node
+    def goes_on_as(self, later: Verdict) -> bool:
+        """Whether a later verdict says the same: numbers change, and some slow ranks may."""
+        return (self.kind, self.node) == (later.kind, later.node) and (
+            self.ranks == later.ranks or bool(self.ranks & later.ranks)
+        )
 
 
 End = Literal["silent", "failed", "stopped", "finished"]
@@ -107,7 +109,7 @@ def judge(ranks: Ranks) -> Verdict:
     node = _node_to_blame(ranks)
     if node is not None:
         return node
-    slow = _slow_rank(ranks)
+    slow = _slow_ranks(ranks)
     if slow is not None:
         return slow
     return Verdict("input bound", f"input bound: {_cause_for_all(worst)}")
@@ -134,15 +136,20 @@ def _node_to_blame(ranks: Ranks) -> Verdict | None:
     return None
 
 
-def _slow_rank(ranks: Ranks) -> Verdict | None:
+def _slow_ranks(ranks: Ranks) -> Verdict | None:
+    """All ranks that wait much longer than the median: two that take turns are one verdict."""
     if (found := ranks.slowest()) is None:
         return None
-    slow, others = found
-    waited = slow.per_step(slow.waited_s)
-    if waited <= _SLOW * others or waited - others < _SLOW_SHARE * slow.step_s:
+    slowest, others = found
+    waited, much = slowest.per_step(slowest.waited_s), _SLOW_SHARE * slowest.step_s
+    least = max(_SLOW * others, others + much)
+    if waited <= least:
         return None
-    text = f"rank {slow.rank} is slow: {_cause(slow)}"
-    return Verdict("slow rank", text, rank=slow.rank)
+    slow = ranks.slower_than(max(least, waited / _SLOW))
+    text = f"rank {slowest.rank} is slow: {_cause(slowest)}"
+    if len(slow) > 1:
+        text = f"ranks {some_of(sorted(slow))} are slow: up to {_cause(slowest)}"
+    return Verdict("slow rank", text, ranks=slow)
 
 
 def _cause_for_all(rank: RankWindow) -> str:

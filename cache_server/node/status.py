@@ -73,6 +73,7 @@ class NodeStatus:
         node: id, locations and memory; ``alive`` is always true.
         ready: the answer to readiness probes.
         coordinator: ``host:port`` of the coordinator's control port; empty until it answers.
+        coordinator_page: address of its status page; empty until it answers.
         versions: those on this node that the viewer sees.
         huge_page_bytes: bytes of the shard files in huge pages.
         counts: of its requests.
@@ -84,6 +85,7 @@ class NodeStatus:
     node: pb.Node
     ready: bool
     coordinator: str
+    coordinator_page: str
     versions: tuple[VersionStatus, ...]
     huge_page_bytes: int
     counts: Counts

@@ -1,190 +1,151 @@
-"""A `NodeStatus` as one HTML page. Every string is escaped."""
+"""A `NodeStatus` as one HTML page. Every string is escaped.
+
+It has no script: what is open and what is asked for is in the address, so it lasts when the page
+loads anew. See ADR 0058.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
+from datetime import datetime
 from html import escape
-from urllib.parse import quote
 
-from cache_protocol.cli.output import size
+from cache_protocol.cli.output import node_label, size
+from cache_protocol.errors import short
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.wire.load_progress import state_name
 from cache_server.node.status import CacheStatus, NodeStatus
-from cache_server.web.charts import bar, grouped, heat_map, line_chart
+from cache_server.web.charts import bar, duration
+from cache_server.web.html import Alert, Html, View, facts, section, text
+from cache_server.web.jobs_view import jobs_view
+from cache_server.web.style import STYLE
 
-_REFRESH_S = 5
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 70rem; padding: 0 1rem }
-h1 { font-size: 1.4rem } h2 { font-size: 1.1rem; margin-top: 2rem }
-table { border-collapse: collapse; width: 100% }
-th, td { border-bottom: 1px solid #8884; padding: .3rem 1rem .3rem 0; text-align: left }
-div { overflow-x: auto } .charts { display: flex; flex-wrap: wrap; gap: 1rem 2rem }
-figure { flex: 1 1 20rem; margin: .5rem 0; max-width: 34rem }
-figcaption { font-size: .85rem } figure svg { width: 100% } svg text { fill: #777; font-size: 10px }
-.end { text-anchor: end } .grid { fill: none; stroke: #8884 }
-polyline { fill: none; stroke-width: 1.5 } .line0 { stroke: #06c } .line1 { stroke: #d60 }
-.key0 { color: #06c; margin-left: 1ch } .key1 { color: #d60; margin-left: 1ch }
-.bar { height: .7rem; vertical-align: middle; width: 7rem }
-.all { fill: #8883 } .part { fill: #06c }
-.heat0 { fill: #8882 } .heat1 { fill: #fc9 } .heat2 { fill: #f93 } .heat3 { fill: #d50 }
-.heat4 { fill: #a10 } .good { color: #171 }
-.number { text-align: right; white-space: nowrap } .bad { color: #c22; overflow-wrap: anywhere }
-@media (prefers-color-scheme: dark) {
-  :root { color-scheme: dark } body { background: #111; color: #ddd }
-  a { color: #8bf } .bad { color: #f77 } .good { color: #7d7 } .part { fill: #5af }
-  .line0 { stroke: #5af } .line1 { stroke: #fa5 } .key0 { color: #5af } .key1 { color: #fa5 }
-}
-"""
-# Columns of words; the other columns hold numbers.
-_WORDS = {
-    *("dataset", "fingerprint", "verb", "error", "id", "Flight", "state"),
-    *("job", "verdict", "memory", "loaded", "waits for data", "node"),
-}
-_MOST_CHARTED, _MOST_RANKS, _MOST_NODES = 4, 16, 8
-_BOUND = "compute bound"
-_BAD_ENDS = (pb.PASS_END_UNSPECIFIED, pb.PASS_END_FAILED)
+REFRESH_S = 5
+_MOST_FAILURES = 3  # datasets whose errors are shown
 
 
-class _Alert(str):
-    """Shown in red."""
-
-
-class _Html(str):
-    """Shown as it is: its maker has escaped it."""
-
-
-def page(status: NodeStatus, job: str = "") -> str:
+def page(status: NodeStatus, view: View | None = None, now: datetime | None = None) -> str:
     """The page of one node. A coordinator's page begins with the whole cache.
 
     Args:
-        job: whose ranks were asked for.
+        view: what was asked for.
+        now: time to show; None: none.
     """
-    node_id = escape(status.node.id)
-    ready = "ready" if status.ready else '<span class="bad">not ready</span>'
-    cache = _of_cache(status.cache, job) if status.cache is not None else []
-    body = "".join([*cache, *_of_node(status)])
+    view = view or View()
+    title = escape(_label(status.node))
+    body = _of_other(status, view) if status.cache is None else _of_cache(status.cache, view)
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="refresh" content="{_REFRESH_S}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>Cache node {node_id}</title><style>{_STYLE}</style></head>"
-        f"<body><h1>Cache node {node_id}: {ready}</h1>{body}"
-        '<p><a href="metrics">metrics</a></p></body></html>\n'
+        f"<title>Data cache: {title}</title><style>{STYLE}</style></head>"
+        f"<body>{_header(status, view, now)}<main>{''.join(body)}{''.join(_of_node(status))}</main>"
+        '<footer><p><a href="metrics">metrics</a></p></footer></body></html>\n'
     )
 
 
-def _of_cache(cache: CacheStatus, job: str) -> list[str]:
+def _label(node: pb.Node) -> str:
+    return node_label(node.name, node.id)
+
+
+def _header(status: NodeStatus, view: View, now: datetime | None) -> str:
+    ready = '<span class="good">ready</span>' if status.ready else text(Alert("not ready"))
+    role = "coordinator" if status.cache is not None else "node"
+    at = f"{now:%H:%M:%S} UTC" if now else ""
+    again = (
+        f"Paused. {view.link('Resume updates', paused=False)}"
+        if view.paused
+        else f"Updates every {REFRESH_S} s. {view.link('Pause', paused=True)}"
+    )
+    return (
+        f"<header><h1>Data cache: {ready}</h1>"
+        f'<p class="mute">{role} {escape(_label(status.node))}</p>'
+        f'<p class="mute">{at} {again}</p></header>'
+    )
+
+
+def _of_other(status: NodeStatus, view: View) -> Iterator[str]:
+    """The way to the coordinator, which alone knows jobs, datasets and the other nodes."""
+    address = status.coordinator_page
+    if not address.startswith(("http://", "https://")):
+        where = "which this node has not reached yet"
+    else:
+        to = escape(address + view.query.rstrip("?"))
+        where = f'<a href="{to}">{escape(address)}</a>'
+    yield (
+        "<section><h2>Jobs, datasets and nodes</h2><p>This node knows only its own shards. All the "
+        f"rest is on the page of the coordinator: {where}</p></section>"
+    )
+
+
+def _of_cache(cache: CacheStatus, view: View) -> Iterator[str]:
+    names = {node.id: _label(node) for node in cache.nodes}
+    yield from _problems(cache, view)
+    yield from jobs_view(cache.jobs, cache.job, names, view)
     datasets = [
         [
             info.spec.name,
-            _Alert(f"failed: {info.error.message}")
-            if info.state == pb.DATASET_STATE_FAILED
-            else state_name(info.state),
-            f"{info.num_rows or info.progress.rows_done:,}",
-            _shards(info.progress),
-            size(info.num_bytes),
+            Alert("failed") if info.state == pb.DATASET_STATE_FAILED else state_name(info.state),
             _loaded(info),
+            f"{info.num_rows or info.progress.rows_done:,}",
+            size(info.num_bytes),
+            _shards(info.progress),
         ]
-        for info in cache.datasets
+        for info in sorted(cache.datasets, key=lambda info: info.state == pb.DATASET_STATE_READY)
     ]
     nodes = [
         [
-            node.id,
-            node.flight_location,
-            "alive" if node.alive else _Alert("untrusted" if node.untrusted else "lost"),
-            f"{node.stored_shards:,}",
+            _label(node),
+            "alive" if node.alive else Alert("untrusted" if node.untrusted else "lost"),
             _memory_bar(node),
+            f"{node.stored_shards:,}",
+            node.flight_location,
         ]
-        for node in cache.nodes
+        for node in sorted(cache.nodes, key=lambda node: node.alive)
     ]
-    return [
-        *_of_jobs(cache, job),
-        _section("Datasets", ["dataset", "state", "rows", "shards", "size", "loaded"], datasets),
-        _section("Nodes", ["id", "Flight", "state", "shards", "memory"], nodes),
-    ]
+    yield '<div class="pair">'
+    yield section("Datasets", ["dataset", "state", "loaded", "rows", "size", "shards"], datasets)
+    yield section("Nodes", ["node", "state", "memory", "shards", "Flight"], nodes)
+    yield "</div>"
 
 
-def _of_jobs(cache: CacheStatus, name: str) -> list[str]:
-    """Every job in a table; charts of those that run; ranks of the one that was asked for."""
-    rows = [
-        [
-            _Html(f'<a href="?job={quote(job.name)}">{escape(job.name)}</a>'),
-            job.dataset,
-            f"{job.num_ranks:,} of {job.world_size:,}",
-            job.epoch,
-            f"{job.step:,} of {job.num_steps:,}" if job.num_steps else f"{job.step:,}",
-            f"{job.rows_per_s:,.0f}",
-            f"{job.wait_share:.0%}",
-            _Alert(job.verdict) if _kind(job) == "bad" else job.verdict,
-        ]
-        for job in cache.jobs
-    ]
-    header = ["job", "dataset", "ranks", "epoch", "step", "rows/s", "waits", "verdict"]
-    found = list(cache.job) or [job for job in cache.jobs if job.live][:_MOST_CHARTED]
-    parts = [_section("Jobs", header, rows)]
-    if name and not cache.job:
-        parts.append(f'<p class="bad">no reader of a job {escape(name)} has reported</p>')
-    return [*parts, *(part for job in found for part in _of_job(job))]
+def _problems(cache: CacheStatus, view: View) -> Iterator[str]:
+    """What someone must look at; empty: nothing."""
+    found = []
+    untrusted = [node for node in cache.nodes if node.untrusted]
+    lost = [node for node in cache.nodes if not node.alive and not node.untrusted]
+    for what, nodes in (("lost", lost), ("untrusted", untrusted)):
+        if nodes:
+            some = ", ".join(_label(node) for node in nodes[:3])
+            more = f" and {len(nodes) - 3} more" if len(nodes) > 3 else ""
+            found.append(f"{len(nodes)} of {len(cache.nodes)} nodes {what}: {some}{more}")
+    if cache.damaged_entries:
+        found.append(f"{cache.damaged_entries} damaged entries of the catalogue are set aside")
+    failed = [info for info in cache.datasets if info.state == pb.DATASET_STATE_FAILED]
+    items = [f"<li>{text(Alert(each))}</li>" for each in found]
+    is_cut = False
+    for info in failed[:_MOST_FAILURES]:
+        message = info.error.message
+        first = short(message.partition("\n")[0])
+        is_cut |= first != message
+        head = f"dataset {info.spec.name} failed"
+        if "errors" in view.shown and first != message:
+            items.append(f"<li>{text(Alert(head))}{_whole(info)}</li>")
+        else:
+            items.append(f"<li>{text(Alert(f'{head}: {first}'))}</li>")
+    if len(failed) > _MOST_FAILURES:
+        more = f"{len(failed) - _MOST_FAILURES} more datasets failed"
+        items.append(f"<li>{text(Alert(more))}</li>")
+    if items:
+        fold = f"<p>{view.fold('errors', 'whole errors')}</p>" if is_cut else ""
+        yield f"<section><h2>Problems</h2><ul>{''.join(items)}</ul>{fold}</section>"
 
 
-def _kind(job: pb.JobInfo) -> str:
-    """The class of a verdict; empty: neither good nor bad."""
-    if job.live:
-        return "good" if job.verdict.startswith(_BOUND) else "bad"
-    return "bad" if job.end in _BAD_ENDS else ""
-
-
-def _of_job(job: pb.JobInfo) -> Iterator[str]:
-    yield (
-        f"<h2>{escape(job.name)} reads {escape(job.dataset)}: "
-        f'<span class="{_kind(job)}">{escape(job.verdict)}</span></h2>'
+def _whole(info: pb.DatasetInfo) -> str:
+    """A long error, which scrolls."""
+    label = escape(f"error of {info.spec.name}")
+    return (
+        f'<pre tabindex="0" role="region" aria-label="{label}">{escape(info.error.message)}</pre>'
     )
-    history = job.history
-    span_s = max((sample.age_s for sample in history), default=0.0)
-    rates = [(sample.age_s, sample.rows_per_s) for sample in history]
-    most = [(sample.age_s, sample.most_wait_share) for sample in history]
-    mean = [(sample.age_s, sample.wait_share) for sample in history]
-    charts = [
-        line_chart("rows/s", [("all ranks", rates)], span_s=span_s),
-        line_chart(
-            "waits for data",
-            [("all ranks", mean), ("most", most)],
-            span_s=span_s,
-            most=1.0,
-            percent=True,
-        ),
-    ]
-    yield f'<div class="charts">{"".join(charts)}</div>'
-    if job.ranks:
-        groups = grouped([(rank.rank, rank.wait_history) for rank in job.ranks])
-        left_out = f" (the {len(job.ranks)} that wait most)" * (len(job.ranks) < job.num_ranks)
-        yield heat_map(f"waits for data, by rank{left_out}", groups)
-    if len(job.nodes) > 1:
-        most_waits = sorted(job.nodes, key=lambda node: -node.wait_share)[:_MOST_NODES]
-        shares = [
-            [node.node_id, f"{node.rows_share:.0%}", f"{node.wait_share:.0%}"]
-            for node in most_waits
-        ]
-        yield _section("Nodes that it reads from", ["node", "rows", "waits"], shares)
-    worst = sorted(job.ranks, key=lambda rank: -rank.wait_share)[:_MOST_RANKS]
-    if worst:
-        header = ["rank", "waits for data", "a step", "transform", "fetch", "rows/s", "step"]
-        title = f"The {len(worst)} of {job.num_ranks} ranks that wait most"
-        if len(worst) >= job.num_ranks:
-            title = "Ranks"
-        yield _section(title, header, [_rank_row(rank) for rank in worst])
-
-
-def _rank_row(rank: pb.RankInfo) -> list[object]:
-    return [
-        rank.rank,
-        _Html(bar(rank.wait_share, f"{rank.wait_share:.0%}")),
-        f"{rank.step_s * 1000:.1f} ms",
-        f"{rank.transform_s * 1000:.1f} ms",
-        f"{rank.fetch_s * 1000:.1f} ms",
-        f"{rank.rows_per_s:,.0f}",
-        f"{rank.step:,}",
-    ]
 
 
 def _shards(progress: pb.LoadProgress) -> str:
@@ -193,36 +154,36 @@ def _shards(progress: pb.LoadProgress) -> str:
 
 
 def _loaded(info: pb.DatasetInfo) -> object:
-    """The progress of a load, its rate and the time left."""
+    """The progress of a load, its rate, the time left, and what it waits for."""
     progress = info.progress
     if info.state != pb.DATASET_STATE_LOADING:
         return ""
     share = progress.shards_done / progress.shards_total if progress.shards_total else 0.0
     if progress.estimated_rows:
         share = max(share, min(1.0, progress.rows_done / progress.estimated_rows))
-    text = f"{share:.0%}"
+    said = f"{share:.0%}"
     if progress.elapsed_s > 0:
-        text += f", {progress.rows_done / progress.elapsed_s:,.0f} rows/s"
+        said += f", {progress.rows_done / progress.elapsed_s:,.0f} rows/s"
         if share > 0:
-            text += f", {progress.elapsed_s * (1 - share) / share:.0f} s left"
-    return _Html(bar(share, text))
+            said += f", {duration(progress.elapsed_s * (1 - share) / share)} left"
+    if progress.waits:
+        said += f"; waits: {short(progress.waits)}"
+    return Html(bar(share, said))
 
 
 def _memory_bar(node: pb.Node) -> object:
     if not node.memory_limit_bytes:
         return _memory(node)
-    return _Html(bar(node.stored_bytes / node.memory_limit_bytes, _memory(node)))
+    return Html(bar(node.stored_bytes / node.memory_limit_bytes, _memory(node)))
 
 
-def _of_node(status: NodeStatus) -> list[str]:
+def _memory(node: pb.Node) -> str:
+    limit = f" of {size(node.memory_limit_bytes)}" if node.memory_limit_bytes else ""
+    return f"{size(node.stored_bytes)}{limit}"
+
+
+def _of_node(status: NodeStatus) -> Iterator[str]:
     node = status.node
-    facts = [
-        ("Flight", node.flight_location),
-        ("control", node.control_location),
-        ("coordinator", status.coordinator or _Alert("not reached yet")),
-        ("directory", node.cache_dir),
-        ("memory", _memory(node)),
-    ]
     versions = [
         [
             version.key.dataset,
@@ -230,7 +191,7 @@ def _of_node(status: NodeStatus) -> list[str]:
             version.served,
             version.sealed,
             version.loading,
-            _Alert(version.failed) if version.failed else 0,
+            Alert(version.failed) if version.failed else 0,
             size(version.num_bytes),
         ]
         for version in status.versions
@@ -240,41 +201,19 @@ def _of_node(status: NodeStatus) -> list[str]:
         for read, served in sorted(status.counts.served.items())
     ]
     shards = ["dataset", "fingerprint", "served", "sealed", "loading", "failed", "size"]
+    yield "<section><h2>This node</h2>"
+    yield facts(
+        [
+            ("memory", _memory(node)),
+            ("Flight", node.flight_location),
+            ("control", node.control_location),
+            ("coordinator", status.coordinator or Alert("not reached yet")),
+            ("directory", node.cache_dir),
+        ]
+    )
+    yield '<div class="pair">'
+    yield section("Shards on this node", shards, versions, level=3)
+    yield section("Sent by this node", ["dataset", "verb", "rows", "size"], sent, level=3)
     errors = sorted(status.counts.errors.items())
-    return [
-        "<h2>This node</h2>",
-        _table([_cell(name, "th") + _cell(text) for name, text in facts]),
-        _section("Shards on this node", shards, versions),
-        _section("Sent by this node", ["dataset", "verb", "rows", "size"], sent),
-        _section("Failed calls", ["error", "count"], errors),
-    ]
-
-
-def _section(title: str, header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    lines = [
-        "".join(
-            _cell(value, number=name not in _WORDS) for name, value in zip(header, row, strict=True)
-        )
-        for row in rows
-    ]
-    if not lines:
-        return f"<h2>{title}</h2><p>none</p>"
-    names = "".join(_cell(name, "th", number=name not in _WORDS) for name in header)
-    return f"<h2>{title}</h2>{_table([names, *lines])}"
-
-
-def _table(lines: Iterable[str]) -> str:
-    rows = "".join(f"<tr>{line}</tr>" for line in lines)
-    return f"<div><table>{rows}</table></div>"  # scrolls if it is too wide
-
-
-def _cell(value: object, tag: str = "td", *, number: bool = False) -> str:
-    kinds = ["number"] * number + ["bad"] * isinstance(value, _Alert)
-    kind = f' class="{" ".join(kinds)}"' if kinds else ""
-    text = value if isinstance(value, _Html) else escape(str(value))
-    return f"<{tag}{kind}>{text}</{tag}>"
-
-
-def _memory(node: pb.Node) -> str:
-    limit = f" of {size(node.memory_limit_bytes)}" if node.memory_limit_bytes else ""
-    return f"{size(node.stored_bytes)}{limit}"
+    yield section("Failed calls", ["error", "count"], errors, level=3)
+    yield "</div></section>"

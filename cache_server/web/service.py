@@ -14,10 +14,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
-from urllib.parse import parse_qs
 
 from cache_protocol.errors import (
     ConfigError,
@@ -29,7 +29,8 @@ from cache_protocol.wire.credentials import Credentials
 from cache_server.auth.authenticator import Authenticator, Caller
 from cache_server.auth.principals import NOTHING, Viewer
 from cache_server.node.status import NodeStatus
-from cache_server.web.page import page
+from cache_server.web.html import View
+from cache_server.web.page import REFRESH_S, page
 
 logger = logging.getLogger(__name__)
 
@@ -219,21 +220,30 @@ class _Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def _page(self, viewer: Viewer) -> None:
-        job = parse_qs(self.path.partition("?")[2]).get("job", [""])[-1]
-        self._answer_in_turn(
-            "/", lambda: (page(self.server.status(viewer, job), job).encode(), _HTML)
-        )
+        view = View.of(self.path.partition("?")[2])
+        # No <meta>: a person can pause it.
+        again = _NO_HEADERS if view.paused else {"Refresh": str(REFRESH_S)}
+
+        def make() -> tuple[bytes, str, Mapping[str, str]]:
+            text = page(self.server.status(viewer, view.job), view, datetime.now(UTC))
+            return text.encode(), _HTML, again
+
+        self._answer_in_turn("/", make)
 
     def _metrics(self, viewer: Viewer, path: str = "/metrics") -> None:
         from cache_server.web.metrics import exposition
 
         accept = self.headers.get("Accept", "")
-        self._answer_in_turn(path, lambda: exposition(self.server.status(viewer, ""), accept))
+        self._answer_in_turn(
+            path, lambda: (*exposition(self.server.status(viewer, ""), accept), _NO_HEADERS)
+        )
 
     def _node_metrics(self, viewer: Viewer) -> None:
         self._metrics(NOTHING, "/metrics/node")
 
-    def _answer_in_turn(self, path: str, make: Callable[[], tuple[bytes, str]]) -> None:
+    def _answer_in_turn(
+        self, path: str, make: Callable[[], tuple[bytes, str, Mapping[str, str]]]
+    ) -> None:
         """Makes an answer that takes long, beside few others of its path; then sends it."""
         turns = self.server.turns[path]
         if not turns.acquire(timeout=_TURN_S):

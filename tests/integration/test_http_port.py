@@ -59,7 +59,15 @@ def test_the_page_of_the_coordinator_shows_the_dataset_and_every_node(
     assert "<td>table</td><td>ready</td>" in page
     assert f">{ROWS:,}<" in page
     for node in cluster.nodes:
-        assert f"<td>{node.node_id}</td><td>{node.endpoint}</td><td>alive</td>" in page
+        name = f"{socket.gethostname()} ({node.node_id})"
+        assert f"<td>{name}</td><td>alive</td>" in page
+        assert f"<td>{node.endpoint}</td>" in page
+
+
+def test_every_other_node_links_to_the_page_of_the_coordinator(cluster: LocalCluster) -> None:
+    _, _, page = ask(cluster.nodes[1].page)
+
+    assert f'<a href="{cluster.nodes[0].page}">' in page
 
 
 def test_the_rows_that_a_pass_reads_over_flight_are_counted_exactly(cluster: LocalCluster) -> None:

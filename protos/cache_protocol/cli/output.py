@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import version
 from typing import Any, TextIO, cast
@@ -77,6 +77,22 @@ class _Output:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+
+def node_label(name: str, node_id: str) -> str:
+    """What people call a node: the name of its machine or pod, then its id."""
+    return f"{name[:63]} ({node_id})" if name else node_id
+
+
+def with_labels(verdict: str, labels: Mapping[str, str]) -> str:
+    """A verdict with the label of the node whose id it has.
+
+    Args:
+        labels: by id.
+    """
+    for node_id, label in labels.items():
+        verdict = verdict.replace(f"node {node_id} ", f"node {label} ")
+    return verdict
 
 
 def size(num_bytes: int) -> str:

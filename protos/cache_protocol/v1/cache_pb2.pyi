@@ -639,6 +639,7 @@ class Node(google.protobuf.message.Message):
     PROCESS_FIELD_NUMBER: builtins.int
     VERSION_FIELD_NUMBER: builtins.int
     UNTRUSTED_FIELD_NUMBER: builtins.int
+    NAME_FIELD_NUMBER: builtins.int
     id: builtins.str
     flight_location: builtins.str
     """grpc://host:port"""
@@ -656,6 +657,8 @@ class Node(google.protobuf.message.Message):
     """of the package"""
     untrusted: builtins.str
     """why the coordinator ignores it: it contradicted other nodes"""
+    name: builtins.str
+    """host name of its machine, which is that of its pod; for people"""
     def __init__(
         self,
         *,
@@ -670,8 +673,9 @@ class Node(google.protobuf.message.Message):
         process: builtins.str = ...,
         version: builtins.str = ...,
         untrusted: builtins.str = ...,
+        name: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["alive", b"alive", "cache_dir", b"cache_dir", "control_location", b"control_location", "flight_location", b"flight_location", "id", b"id", "memory_limit_bytes", b"memory_limit_bytes", "process", b"process", "stored_bytes", b"stored_bytes", "stored_shards", b"stored_shards", "untrusted", b"untrusted", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["alive", b"alive", "cache_dir", b"cache_dir", "control_location", b"control_location", "flight_location", b"flight_location", "id", b"id", "memory_limit_bytes", b"memory_limit_bytes", "name", b"name", "process", b"process", "stored_bytes", b"stored_bytes", "stored_shards", b"stored_shards", "untrusted", b"untrusted", "version", b"version"]) -> None: ...
 
 Global___Node: typing_extensions.TypeAlias = Node
 
@@ -975,15 +979,19 @@ class CoordinatorEndpoints(google.protobuf.message.Message):
 
     FLIGHT_LOCATION_FIELD_NUMBER: builtins.int
     CONTROL_LOCATION_FIELD_NUMBER: builtins.int
+    PAGE_FIELD_NUMBER: builtins.int
     flight_location: builtins.str
     control_location: builtins.str
+    page: builtins.str
+    """http://host:port/ of its status page"""
     def __init__(
         self,
         *,
         flight_location: builtins.str = ...,
         control_location: builtins.str = ...,
+        page: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["control_location", b"control_location", "flight_location", b"flight_location"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["control_location", b"control_location", "flight_location", b"flight_location", "page", b"page"]) -> None: ...
 
 Global___CoordinatorEndpoints: typing_extensions.TypeAlias = CoordinatorEndpoints
 
@@ -2461,6 +2469,7 @@ class RankInfo(google.protobuf.message.Message):
     FETCH_S_FIELD_NUMBER: builtins.int
     AGE_S_FIELD_NUMBER: builtins.int
     WAIT_HISTORY_FIELD_NUMBER: builtins.int
+    WAIT_AGES_S_FIELD_NUMBER: builtins.int
     rank: builtins.int
     live: builtins.bool
     epoch: builtins.int
@@ -2478,6 +2487,10 @@ class RankInfo(google.protobuf.message.Message):
     def wait_history(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
         """shares, the oldest first"""
 
+    @property
+    def wait_ages_s(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
+        """of these"""
+
     def __init__(
         self,
         *,
@@ -2492,8 +2505,9 @@ class RankInfo(google.protobuf.message.Message):
         fetch_s: builtins.float = ...,
         age_s: builtins.float = ...,
         wait_history: collections.abc.Iterable[builtins.float] | None = ...,
+        wait_ages_s: collections.abc.Iterable[builtins.float] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["age_s", b"age_s", "epoch", b"epoch", "fetch_s", b"fetch_s", "live", b"live", "rank", b"rank", "rows_per_s", b"rows_per_s", "step", b"step", "step_s", b"step_s", "transform_s", b"transform_s", "wait_history", b"wait_history", "wait_share", b"wait_share"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["age_s", b"age_s", "epoch", b"epoch", "fetch_s", b"fetch_s", "live", b"live", "rank", b"rank", "rows_per_s", b"rows_per_s", "step", b"step", "step_s", b"step_s", "transform_s", b"transform_s", "wait_ages_s", b"wait_ages_s", "wait_history", b"wait_history", "wait_share", b"wait_share"]) -> None: ...
 
 Global___RankInfo: typing_extensions.TypeAlias = RankInfo
 

@@ -43,7 +43,7 @@ def test_the_rank_that_waits_much_more_for_data_than_the_others_is_slow() -> Non
 
     verdict = judge([rank(0), rank(1), rank(2), slow])
 
-    assert (verdict.kind, verdict.rank) == ("slow rank", 3)
+    assert (verdict.kind, verdict.ranks) == ("slow rank", {3})
     assert verdict.text == "rank 3 is slow: 75 ms a step in transform"
 
 
@@ -85,5 +85,33 @@ def test_a_node_is_not_blamed_for_a_slow_transform() -> None:
     assert "40 ms a step in transform" in verdict.text
 
 
-def test_verdicts_that_differ_in_numbers_only_have_one_key() -> None:
-    assert judge([waiting()]).key == judge([waiting(waited_s=6.0)]).key != judge([rank()]).key
+def slow_ranks(num_ranks: int, waits: dict[int, float]) -> verdicts.Verdict:
+    """The verdict on a job with slow ranks; each waits so many of 10 s."""
+    return judge(
+        [
+            rank(each, waited_s=waits[each], computed_s=10 - waits[each], transform_s=waits[each])
+            if each in waits
+            else rank(each)
+            for each in range(num_ranks)
+        ]
+    )
+
+
+def test_two_slow_ranks_that_take_turns_are_one_verdict_that_holds() -> None:
+    first, second = slow_ranks(16, {3: 8.0, 9: 7.0}), slow_ranks(16, {3: 7.0, 9: 8.0})
+
+    assert first.text == second.text == "ranks 3, 9 are slow: up to 80 ms a step in transform"
+    assert first.goes_on_as(second)
+    assert first.goes_on_as(slow_ranks(16, {9: 8.0})), "one of them is still slow"
+    assert not first.goes_on_as(slow_ranks(16, {4: 8.0})), "another one is"
+
+
+def test_many_slow_ranks_are_counted_and_some_of_them_are_named() -> None:
+    verdict = slow_ranks(1024, dict.fromkeys(range(192, 208), 8.0))
+
+    assert verdict.text.startswith("ranks 192, 193, 194, 195 and 12 more are slow: up to")
+
+
+def test_a_verdict_that_differs_in_numbers_only_goes_on() -> None:
+    assert judge([waiting()]).goes_on_as(judge([waiting(waited_s=6.0)]))
+    assert not judge([waiting()]).goes_on_as(judge([rank()]))

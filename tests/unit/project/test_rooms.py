@@ -72,6 +72,8 @@ PURE_MODULES = (
     "cache_server/jobs/shares.py",
     "cache_server/jobs/verdict.py",
     "cache_server/web/charts.py",
+    "cache_server/web/html.py",
+    "cache_server/web/style.py",
     "cache_server/node/desired.py",
     "cache_server/node/reconcile.py",
     "cache_server/plan/shard_plan.py",

@@ -1,50 +1,78 @@
-"""Charts as SVG: what they show, and that they stay small."""
+"""Charts as SVG: what they show, and what they do not draw."""
 
 from __future__ import annotations
 
 import re
-import time
 import xml.etree.ElementTree as ElementTree
-from dataclasses import replace
+from collections.abc import Sequence
 
 import pytest
 
-from cache_protocol.v1 import cache_pb2 as pb
-from cache_server.node.status import CacheStatus
-from cache_server.web.charts import bar, grouped, heat_map, line_chart
-from cache_server.web.page import page
-from tests.node_statuses import STATUS
+from cache_server.web.charts import bar, columns, grouped, heat_map, line_chart, stretches
 
 
-def job(num_ranks: int, **changes: object) -> pb.JobInfo:
-    made = pb.JobInfo(
-        name="train", dataset="trips", live=True, world_size=num_ranks, num_steps=100,
-        verdict="rank 1 is slow: 40 ms a step in transform",
-        ranks=[
-            pb.RankInfo(rank=rank, wait_share=rank / num_ranks, wait_history=[0.1, 0.9])
-            for rank in range(num_ranks)
-        ],
-        nodes=[pb.NodeShare(node_id=f"n{node}", rows_share=0.1) for node in range(30)],
-        history=[pb.JobSample(age_s=240 - age, rows_per_s=age) for age in range(240)],
-    )  # fmt: skip
-    for name, value in changes.items():
-        setattr(made, name, value)
-    return made
+def lines(svg: str) -> list[list[tuple[float, float]]]:
+    """The points of each stroke of the first line."""
+    (path,) = [e for e in ElementTree.fromstring(svg).iter("path") if e.get("class") == "line0"]
+    return [
+        [(float(x), float(y)) for x, y in re.findall(r"([\d.]+),([\d.]+)", stroke)]
+        for stroke in path.attrib["d"].split("M")[1:]
+    ]
 
 
 def test_a_line_goes_from_the_oldest_value_at_the_left_to_the_newest_at_the_right() -> None:
-    svg = line_chart("rows/s", [("all", [(60.0, 0.0), (0.0, 2500.0)])], span_s=60)
+    svg = line_chart("rows/s", [("all", [(60.0, 0.0), (50.0, 10.0), (0.0, 2500.0)])], span_s=60)
 
-    figure = ElementTree.fromstring(svg)
-    (line,) = figure.iter("polyline")
-    (x0, y0), (x1, y1) = (map(float, at.split(",")) for at in line.attrib["points"].split())
-    assert x0 < x1
-    assert y0 > y1
-    assert "2.5k" in svg
+    assert lines(svg)[0][0] == (0, 100)
+    assert lines(svg)[-1][-1] == (1000, 0)
     assert "60 s ago" in svg
+    assert 'aria-label="rows/s over 60 s, at most 2.5k; all: last 2.5k"' in svg
 
 
-@pytest.mark.parametrize("chart", [line_chart("x", [], span_s=0), heat_map("x", []), bar(2.0, "<")])
+def test_a_time_without_reports_is_a_gap_and_not_a_slope() -> None:
+    """One report each 5 s, and none for 65 s."""
+    points = [(float(age), 100.0) for age in (90, 85, 80, 15, 10, 5)]
+
+    assert [[age for age, _ in part] for part in stretches(points)] == [[90, 85, 80], [15, 10, 5]]
+    assert [len(stroke) for stroke in lines(line_chart("x", [("a", points)], span_s=90))] == [3, 3]
+
+
+@pytest.mark.parametrize("step_s", [2, 10, 40])
+def test_reports_that_come_seldom_but_evenly_have_no_gap(step_s: int) -> None:
+    points = [(float(age), 1.0) for age in range(20 * step_s, 0, -step_s)]
+
+    assert len(list(stretches(points))) == 1
+
+
+def test_a_single_value_between_gaps_is_a_dot() -> None:
+    points = [(100.0, 1.0), (98.0, 1.0), (60.0, 1.0), (4.0, 1.0), (2.0, 1.0)]
+
+    assert "h1" in line_chart("x", [("a", points)], span_s=100)
+
+
+def test_the_columns_of_a_heat_map_keep_the_worst_value_and_are_empty_in_a_gap() -> None:
+    found = columns([(120.0, 0.1), (115.0, 0.9), (110.0, 0.2), (20.0, 0.3), (15.0, 0.4)], 120.0)
+
+    assert (found[0], found[5], found[10]) == (0.1, 0.9, 0.2)
+    assert found[20:100] == [None] * 80
+    assert (found[100], found[-1]) == (0.3, 0.4), "the last value holds until now"
+    worst = columns([(float(age), age == 3000) for age in range(3600, 0, -5)], 3600.0)
+    assert [place for place, share in enumerate(worst) if share] == [20]
+
+
+def test_a_heat_map_has_a_legend_and_says_what_no_report_is() -> None:
+    svg = heat_map("waits", "waits; now most rank 1", [("0", [0.1]), ("1", [None])], span_s=60)
+
+    legend = re.sub("<[^>]+>", " ", svg)
+    assert all(f"{low}-{low + 20}%" in legend for low in range(0, 100, 20))
+    assert "no report" in legend
+    assert 'aria-label="waits; now most rank 1"' in svg
+
+
+@pytest.mark.parametrize(
+    "chart",
+    [line_chart("x", [], span_s=0), heat_map("x", "", [("<", [2.0, -1.0])], span_s=0), bar(2, "<")],
+)
 def test_charts_of_nothing_and_of_odd_values_are_well_formed(chart: str) -> None:
     ElementTree.fromstring(f"<div>{chart}</div>")
 
@@ -53,73 +81,13 @@ def test_charts_of_nothing_and_of_odd_values_are_well_formed(chart: str) -> None
 def test_ranks_are_grouped_so_that_the_worst_of_each_group_is_seen(
     num_ranks: int, rows: int
 ) -> None:
-    shares = [(rank, [0.0, float(rank == 713)]) for rank in range(num_ranks)]
+    shares: Sequence[tuple[int, list[float | None]]] = [
+        (rank, [None, float(rank == 713)]) for rank in range(num_ranks)
+    ]
 
     groups = grouped(shares)
 
     assert len(groups) == rows
+    assert all(values[0] is None for _, values in groups)
     if num_ranks == 1000:
         assert [name for name, values in groups if values[-1]] == ["704-719"]
-
-
-def test_the_page_shows_jobs_and_the_ranks_of_the_one_that_is_asked_for() -> None:
-    cache = CacheStatus((), (), (job(8),), ())
-
-    overview = page(replace(STATUS, cache=cache))
-    asked = page(replace(STATUS, cache=replace(cache, job=(job(8),))), "train")
-
-    assert '<a href="?job=train">train</a>' in overview
-    assert "rank 1 is slow" in overview
-    assert overview.count("<svg") >= 2
-    assert "waits for data, by rank" not in page(replace(STATUS, cache=replace(cache, jobs=())))
-    assert "waits for data, by rank" in asked
-    assert "no reader of a job &lt;b&gt; has reported" in page(replace(STATUS, cache=cache), "<b>")
-
-
-@pytest.mark.parametrize(
-    ("changes", "is_red"),
-    [
-        ({"verdict": "compute bound: no rank waits more than 5%"}, False),
-        ({"verdict": "ranks disagree: two processes are rank 0 of 1"}, True),
-        ({"live": False, "verdict": "finished epoch 4", "end": pb.PASS_END_FINISHED}, False),
-        ({"live": False, "verdict": "stopped at step 5", "end": pb.PASS_END_STOPPED}, False),
-        ({"live": False, "verdict": "failed: rank 0 raised", "end": pb.PASS_END_FAILED}, True),
-        ({"live": False, "verdict": "crashed or hangs", "end": pb.PASS_END_UNSPECIFIED}, True),
-    ],
-)
-def test_a_verdict_is_red_where_someone_must_act(changes: dict[str, object], is_red: bool) -> None:
-    shown = job(2, **changes)
-    shown.num_ranks = 1
-
-    html = page(replace(STATUS, cache=CacheStatus((), (), (shown,), (shown,))), "train")
-
-    assert "1 of 2" in html
-    for red in (f'<span class="bad">{shown.verdict}', f'<td class="bad">{shown.verdict}'):
-        assert (red in html) is is_red
-
-
-def test_the_page_has_no_script_and_asks_no_other_server() -> None:
-    html = page(replace(STATUS, cache=CacheStatus((), (), (job(8),), (job(8),))), "train")
-
-    assert not re.search(r"<script|src=|url\(|@import", html)
-    assert "prefers-color-scheme: dark" in html
-
-
-def test_names_are_escaped() -> None:
-    odd = job(2, dataset="<img>", verdict="<script>")
-
-    html = page(replace(STATUS, cache=CacheStatus((), (), (odd,), (odd,))), "train")
-
-    assert "<img>" not in html
-    assert "<script>" not in html
-
-
-def test_a_page_of_1000_ranks_and_100_datasets_is_small_and_fast() -> None:
-    datasets = tuple(pb.DatasetInfo(spec=pb.DatasetSpec(name=f"d{n}")) for n in range(100))
-    big = job(1000)
-    begun = time.process_time()
-
-    html = page(replace(STATUS, cache=CacheStatus((), datasets, (big,), (big,))), "train")
-
-    assert time.process_time() - begun < 1.0
-    assert len(html) < 200_000

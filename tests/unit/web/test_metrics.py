@@ -24,7 +24,7 @@ def status(**changes: object) -> NodeStatus:
     )
     node = pb.Node(id="a1", stored_bytes=64, memory_limit_bytes=100)
     counts = traffic.counts({"trips"})
-    return replace(NodeStatus(node, True, "host:2", (version,), 32, counts, None, 2), **changes)  # type: ignore[arg-type]
+    return replace(NodeStatus(node, True, "host:2", "", (version,), 32, counts, None, 2), **changes)  # type: ignore[arg-type]
 
 
 def samples(of: NodeStatus) -> dict[tuple[str, ...], float]:

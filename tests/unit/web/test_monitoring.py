@@ -27,6 +27,7 @@ STATUS = NodeStatus(
     node=pb.Node(id="a", stored_bytes=1, memory_limit_bytes=2),
     ready=True,
     coordinator="c",
+    coordinator_page="http://c:3/",
     versions=(VersionStatus(VersionKey("t", "f"), 1, 1, 0, 0, 1),),
     huge_page_bytes=0,
     counts=Counts({Read("t", "exchange"): Served(1, 1)}, {"LoadError": 1}),
