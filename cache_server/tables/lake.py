@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
-from cache_protocol.errors import CacheError, LoadError
+from cache_protocol.errors import CacheError, LoadError, without_middle
 from cache_protocol.storage.layout import Layout
 from cache_server.egress.gate import why_unreachable
 from cache_server.object_stores.connections import from_env
@@ -28,7 +28,6 @@ from cache_server.sql.formats.batch_rows import batch_rows
 from cache_server.tables.column_sizes import Place, plain_bytes, row_bytes
 
 _SMALL_OFFSETS_BYTES = 1 << 30  # a smaller batch fits 32-bit offsets
-_MAX_REASON = 600  # characters of a library's message
 _CACHED_SNAPSHOTS = 8
 # Of a row group that DataFusion reads. It holds the whole group in memory, Arrow does not.
 MOST_GROUP_BYTES = 128 * 1024 * 1024
@@ -260,6 +259,4 @@ def naming(what: str, options: Mapping[str, str], secrets: Mapping[str, str]) ->
         store = f" from {endpoint}" if endpoint else ""
         text = _FRAMES.sub("", _DRAWN.sub("", str(error) or type(error).__name__))
         reason = redacted(_INPUT.sub("", text), secret_values(secrets, from_env()))
-        if len(reason) > _MAX_REASON:
-            reason = f"{reason[:_MAX_REASON]}..."
-        raise LoadError(f"cannot read {what}{store}: {reason}") from None
+        raise LoadError(f"cannot read {what}{store}: {without_middle(reason)}") from None

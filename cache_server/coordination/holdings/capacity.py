@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Set
 
-from cache_protocol.errors import LoadError
+from cache_protocol.errors import LoadError, some_of
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.coordination.holdings.holdings import Holdings
 from cache_server.coordination.members.membership import Member
@@ -57,10 +57,10 @@ def check_capacity(
 
 
 def _are_lost(node_ids: Set[str]) -> str:
-    names = ", ".join(sorted(node_ids))
-    if len(node_ids) > 1:
-        return f"; nodes {names} are lost"
-    return f"; node {names} is lost" if names else ""
+    if not node_ids:
+        return ""
+    names = some_of(sorted(node_ids))
+    return f"; nodes {names} are lost" if len(node_ids) > 1 else f"; node {names} is lost"
 
 
 def _lasting_bytes(
