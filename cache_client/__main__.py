@@ -176,7 +176,10 @@ def plan(
     timeout_s: TimeoutS = 600.0,
     as_json: AsJson = False,
 ) -> None:
-    """Show the rows, memory, nodes and steps that a load would take. Loads nothing."""
+    """Show the rows, memory, nodes and steps that a load would take. Loads nothing.
+
+    Ends with 65, and with the error of the load, where the load is certain to fail.
+    """
     problems = seconds_problems("timeout_s", timeout_s)
     limit = checked(problems, lambda: _memory_limit(memory_limit))
     client, wanted = _cache_and_spec(problems, endpoint, lambda: DatasetSpec.from_yaml(spec))
@@ -192,6 +195,8 @@ def plan(
         print_json(forecast_json(forecast))
     else:
         show_facts(forecast.name, forecast_facts(forecast))
+    if forecast.refusal:
+        raise LoadError(forecast.refusal)
 
 
 def _memory_limit(text: str | None) -> int | None:

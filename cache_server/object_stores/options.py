@@ -68,8 +68,9 @@ def known(tables: Sequence[Options], key: str, found: Option | None) -> Option:
         reason = f"{tables[0].what} has no option {key!r}"
     if near := next((name for table in tables if (name := table.nearest(key))), ""):
         raise RequestError(f"{reason}; did you mean {near!r}?")
-    has = f"; it has {some_of(tables[0].known, like=key)}" if len(tables) == 1 else ""
-    raise RequestError(f"{reason}{has}")
+    if len(tables) == 1:
+        reason += f"; it has {some_of(tables[0].known, like=key)}: the docs list all"
+    raise RequestError(reason)
 
 
 def option_value(options: Mapping[str, str], name: str) -> str:

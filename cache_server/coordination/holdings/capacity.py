@@ -47,7 +47,11 @@ def check_capacity(
             continue
         loading = f" and waits for {awaited[node_id]}" if awaited[node_id] else ""
         nodes = nodes_needed(sizes, spec.replicas, limit)
-        needs = f"{nodes} nodes" if nodes else "a smaller target_shard_bytes: no number of nodes"
+        needs = (
+            f"{nodes} node{'s' * (nodes > 1)}"
+            if nodes
+            else "a smaller target_shard_bytes: no number of nodes"
+        )
         raise LoadError(
             f"dataset {spec.name!r} cannot fit: it puts about {needed} bytes on node "
             f"{node_id}, which holds {stored}{loading} of its memory limit of {limit}; the dataset "
