@@ -17,6 +17,8 @@ import pytest
 from cache_protocol.errors import CacheError, ConfigError
 
 LONGEST = 600  # characters
+_LATEST = 120  # character at which the cause begins, without quoted values and paths
+_MOST_COMPARED = 30  # characters of a cause: what follows may be shortened
 _ROOT = PurePath(__file__).parent.parent
 _MOST_FRAMES = 60
 # Places of this project whose callers typed a command line, and those that write rows.
@@ -33,13 +35,15 @@ _LIST_FIRST = re.compile(
     r"(?:cannot (?:read|load|open|list)|failed|error)\b[^:]* and [\d,]+ more\b[^:]*: ",
     re.IGNORECASE,
 )
+_NAMED = re.compile(r"'[^']*(?:'|\.\.\.)|\S*/\S*")
 _CAUSELESS = re.compile(r"(?:failed|error|exception|traceback)\b[^:]{0,20}:", re.IGNORECASE)
 
 
-def problems(error: CacheError, places: Iterable[str] = ()) -> list[str]:
+def problems(error: CacheError, places: Iterable[str] = (), cause: str = "") -> list[str]:
     """What is wrong with the message of an error.
 
     Args:
+        cause: text of the error of a library that was handled when it was made.
         places: files of the project that were running when it was made, as `cache_client/a.py`.
     """
     text, places = str(error), list(places)
@@ -52,6 +56,9 @@ def problems(error: CacheError, places: Iterable[str] = ()) -> list[str]:
         found.append("lists places before the cause")
     if _CAUSELESS.match(text):
         found.append("begins with a word that is no cause")
+    begin = text.find(cause[:_MOST_COMPARED])
+    if cause and begin > _LATEST and len(_NAMED.sub("", text[:begin])) > _LATEST:
+        found.append(f"has its cause behind {_LATEST} other characters")
     is_program = any(place.startswith(_PROGRAMS) for place in places)
     if not is_program and (flag := _FLAG.search(text)) and not _PROGRAM.search(text):
         found.append(f"names {flag[0]}, of a command line, to who calls Python")
@@ -70,9 +77,8 @@ def watched() -> Iterator[list[str]]:
 
     def note(error: CacheError, *args: object) -> None:
         Exception.__init__(error, *args)
-        bad.extend(
-            f"{type(error).__name__} {problem}: {error}" for problem in problems(error, _places())
-        )
+        found = problems(error, _places(), str(sys.exc_info()[1] or ""))
+        bad.extend(f"{type(error).__name__} {problem}: {error}" for problem in found)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CacheError, "__init__", note)

@@ -47,6 +47,26 @@ def test_a_good_error_is_let_through(error: CacheError, places: list[str]) -> No
     assert problems(error, places) == []
 
 
+@pytest.mark.parametrize(
+    ("message", "is_bad"),
+    [
+        ("cannot read 'a', 'b': no footer", False),
+        (f"cannot read '{'a' * 300}' of /a/{'b' * 300}: no footer", False),
+        (f"cannot read {'a very ' * 30} long story: no footer", True),
+    ],
+)
+def test_the_text_of_a_library_is_near_the_begin_of_what_is_made_of_it(
+    message: str, is_bad: bool
+) -> None:
+    with watched() as bad:
+        try:
+            raise ValueError("no footer")
+        except ValueError:
+            LoadError(message)
+
+    assert bool([text for text in bad if "behind 120 other characters" in text]) == is_bad
+
+
 def test_each_bad_error_of_this_process_is_noted_while_it_is_watched() -> None:
     with watched() as bad:
         LoadError("no footer")
