@@ -41,6 +41,8 @@ _FOOTER_THREADS = 8
 _DRAWN = re.compile(r"\x1b\[[0-9;]*m|↳")  # terminal colours and arrows in messages
 _INPUT = re.compile(r", input_value=.*?, input_type=\w+(?=\])", re.DOTALL)  # pydantic cuts secrets
 _FRAMES = re.compile(r"\n\s*0: .*", re.DOTALL)  # a stack trace after a message
+_LONGEST = 500  # characters of a message, of which a reason has these at least and at most
+_LEAST_REASON, _MOST_REASON = 160, 400
 _NO_CONSTANTS: Mapping[str, pa.Scalar] = {}
 
 T = TypeVar("T")
@@ -259,4 +261,6 @@ def naming(what: str, options: Mapping[str, str], secrets: Mapping[str, str]) ->
         store = f" from {endpoint}" if endpoint else ""
         text = _FRAMES.sub("", _DRAWN.sub("", str(error) or type(error).__name__))
         reason = redacted(_INPUT.sub("", text), secret_values(secrets, from_env()))
-        raise LoadError(f"cannot read {what}{store}: {without_middle(reason)}") from None
+        left = max(_LEAST_REASON, _LONGEST - len(what) - len(store))
+        shown = without_middle(reason, min(left, _MOST_REASON))
+        raise LoadError(f"cannot read {what}{store}: {shown}") from None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cache_protocol.errors import CacheError, ConfigError, LoadError
-from tests.error_rules import LONGEST, problems, watched
+from tests.error_rules import LONGEST, note_output, problems, watched
 
 _COMMAND = ["cache_client/cli/app.py", "cache_client/control/client.py"]
 _CALL = ["cache_client/training/dataset.py"]
@@ -21,6 +21,7 @@ _WRITE = ["cache_client/control/commits.py"]
         (ConfigError("no dataset: give --refresh"), _CALL, "names --refresh"),
         (ConfigError("no column 'a': give view=View(where='b')"), _COMMAND, "names View("),
         (ConfigError("it may have changed: give refresh=True"), _COMMAND, "names refresh=True"),
+        (ConfigError("timeout_s must be more than 0, got -1"), _COMMAND, "names timeout_s"),
         (LoadError("column 'a' holds 1 null: use COALESCE"), _WRITE, "advises 'COALESCE'"),
         (LoadError("column 'a' is a map: cast it in the sql"), _WRITE, "advises 'in the sql'"),
     ],
@@ -73,3 +74,11 @@ def test_each_bad_error_of_this_process_is_noted_while_it_is_watched() -> None:
         LoadError("failed: no footer")
 
     assert bad == ["LoadError begins with a word that is no cause: failed: no footer"]
+
+
+def test_a_bad_error_that_a_program_prints_is_noted() -> None:
+    with watched() as bad:
+        note_output("loading\ncachectl: LoadError: failed: no footer\n")
+        note_output("cachectl: ConfigError: no dataset: give --refresh\n")
+
+    assert bad == ["cachectl: LoadError begins with a word that is no cause: failed: no footer"]
