@@ -46,7 +46,7 @@ from cache_client.cli.doctor import examine
 from cache_client.cli.job_commands import audit_job, jobs, rows, top
 from cache_client.cli.stats_command import stats
 from cache_client.cli.step_rows import NotShownError
-from cache_client.control.client import MAX_MEMORY_BYTES, CacheClient
+from cache_client.control.client import MAX_MEMORY_BYTES, MAX_NODES, CacheClient
 from cache_client.control.forecast import forecast_facts, query_facts
 from cache_client.control.infos import DatasetInfo
 from cache_client.job.arguments import seconds_problems
@@ -139,7 +139,7 @@ def _load_arguments(
         raise ConfigError("give either a SPEC file or --from-env, or a NAME and a SOURCE")
     if options and not source:
         raise ConfigError(f"{', '.join(f'--{option}' for option in options)} needs a SOURCE")
-    problems = [] if timeout_s is None else seconds_problems("timeout_s", timeout_s)
+    problems = [] if timeout_s is None else seconds_problems("--timeout-s", timeout_s)
 
     def spec() -> DatasetSpec:
         if name is None:
@@ -165,7 +165,11 @@ def plan(
     endpoint: Endpoint = None,
     nodes: Annotated[
         int | None,
-        typer.Option(min=1, help="Nodes of the cache.  [default: the nodes that are alive]"),
+        typer.Option(
+            min=1,
+            max=MAX_NODES,
+            help="Nodes of the cache.  [default: the nodes that are alive]",
+        ),
     ] = None,
     memory_limit: Annotated[
         str | None,
@@ -176,8 +180,11 @@ def plan(
     timeout_s: TimeoutS = 600.0,
     as_json: AsJson = False,
 ) -> None:
-    """Show the rows, memory, nodes and steps that a load would take. Loads nothing."""
-    problems = seconds_problems("timeout_s", timeout_s)
+    """Show the rows, memory, nodes and steps that a load would take. Loads nothing.
+
+    Ends with 65, and with the error of the load, where the load is certain to fail.
+    """
+    problems = seconds_problems("--timeout-s", timeout_s)
     limit = checked(problems, lambda: _memory_limit(memory_limit))
     client, wanted = _cache_and_spec(problems, endpoint, lambda: DatasetSpec.from_yaml(spec))
     forecast = client.plan(
@@ -192,6 +199,8 @@ def plan(
         print_json(forecast_json(forecast))
     else:
         show_facts(forecast.name, forecast_facts(forecast))
+    if forecast.refusal:
+        raise LoadError(forecast.refusal)
 
 
 def _memory_limit(text: str | None) -> int | None:
@@ -211,7 +220,7 @@ def explain(
     spec: SpecFile, endpoint: Endpoint = None, timeout_s: TimeoutS = 600.0, as_json: AsJson = False
 ) -> None:
     """Show how the query of a spec runs, and why. It runs split by split, or whole on one node."""
-    problems = seconds_problems("timeout_s", timeout_s)
+    problems = seconds_problems("--timeout-s", timeout_s)
     client, wanted = _cache_and_spec(problems, endpoint, lambda: DatasetSpec.from_yaml(spec))
     forecast = client.plan(wanted, timeout_s=timeout_s)
     if as_json:

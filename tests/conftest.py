@@ -23,7 +23,7 @@ from cache_client.flight import connections
 from cache_client.reading import reader
 from cache_server import LocalCluster
 from cache_server.local import LocalNode
-from tests import forked_python
+from tests import error_rules, forked_python
 from tests.waiting import wait_until
 
 # A busy machine is no defect.
@@ -59,6 +59,22 @@ def forked_nodes() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LocalNode, "_spawn", _fork_node)
         yield
+
+
+@pytest.fixture(scope="session")
+def bad_errors() -> Iterator[list[str]]:
+    """What is wrong with the errors that this process has made, of the project's classes."""
+    with error_rules.watched() as bad:
+        yield bad
+
+
+@pytest.fixture(autouse=True)
+def errors_are_good(bad_errors: list[str]) -> Iterator[None]:
+    """Every error that a test makes is short, begins with its cause, and advises what is there."""
+    yield
+    found = [*bad_errors]
+    bad_errors.clear()
+    assert not found
 
 
 @pytest.fixture(scope="module")

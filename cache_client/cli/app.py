@@ -98,7 +98,7 @@ def _options(
 
 def connection_of(endpoint: str | None, timeout_s: float = 30.0) -> Connection:
     """How a command reaches the cache."""
-    problems = seconds_problems("timeout_s", timeout_s)
+    problems = seconds_problems("--timeout-s", timeout_s)
     if problems:
         raise ConfigError("; ".join(problems))
     return Connection(

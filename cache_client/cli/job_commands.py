@@ -46,7 +46,7 @@ from cache_client.job.connection import access_to
 from cache_client.order.audit import audit
 from cache_client.views.view import Shuffle
 from cache_protocol.cli.facts import printable
-from cache_protocol.errors import CacheError, ConfigError, DatasetNotFoundError
+from cache_protocol.errors import CacheError, ConfigError, DatasetNotFoundError, some_of
 
 _LOOK_S: Final = 0.5  # between two looks for a job that has not reported
 
@@ -281,7 +281,7 @@ def _job(client: CacheClient, job: str, dataset: str | None) -> JobInfo:
     found = client.jobs(job, audits=True)
     chosen = [each for each in found if dataset in (None, each.dataset)]
     if len(chosen) != 1:
-        names = ", ".join(repr(each.dataset) for each in found)
+        names = some_of(repr(each.dataset) for each in found)
         raise ConfigError(f"give the NAME of what job {job!r} reads: {names}, got {dataset!r}")
     return chosen[0]
 

@@ -13,7 +13,7 @@ from cache_client.control.row_reads import open_version
 from cache_client.job.connection import access_to
 from cache_client.view_options.columns import VersionNodes, column_stats
 from cache_protocol.cli.facts import counted, type_name
-from cache_protocol.errors import ConfigError
+from cache_protocol.errors import ConfigError, some_of
 from cache_protocol.storage.column_stats import KEPT, ColumnStats
 
 _RANKS = (0.05, 0.25, 0.5, 0.75, 0.95)
@@ -37,8 +37,8 @@ def stats(
     wanted = columns or list(types)
     if unknown := [each for each in wanted if each not in types]:
         raise ConfigError(
-            f"dataset {name!r} has no column {', '.join(map(repr, unknown))}; "
-            f"it has {', '.join(types)}"
+            f"dataset {name!r} has no column {some_of(map(repr, unknown))}; "
+            f"it has {some_of(types, like=unknown[0])}"
         )
     version = VersionNodes(access.endpoint, shards, access.credentials, access.deadline_s)
     found: dict[str, ColumnStats] = {}

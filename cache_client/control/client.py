@@ -51,7 +51,7 @@ from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.wire.load_progress import LoadMeter, LoadReport
 from cache_protocol.wire.records import record
 
-_MAX_NODES = 100_000  # of a plan, whose answer has an entry for each node
+MAX_NODES = 100_000  # of a plan, whose answer has an entry for each node
 MAX_MEMORY_BYTES = 2**64 - 1  # uint64 on the wire
 _MOVED = {each.name: f"now cache=Connection({each.name}=...)" for each in fields(Connection)}
 
@@ -337,7 +337,7 @@ class CacheClient:
         """
         problems = seconds_problems("timeout_s", timeout_s)
         limits = {
-            "num_nodes": (num_nodes, _MAX_NODES),
+            "num_nodes": (num_nodes, MAX_NODES),
             "memory_limit_bytes": (memory_limit_bytes, MAX_MEMORY_BYTES),
         }
         for name, (value, maximum) in limits.items():

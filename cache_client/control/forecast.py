@@ -70,6 +70,8 @@ class LoadForecast:
         load_s: about, seconds until it is ready, at the rate of the last load of this cache; None
             before any load, and for a whole query.
         nulls: column of numbers -> its nulls, before any filter, where statistics tell.
+        refusal: the error with which these nodes would refuse the load now; empty: they would not,
+            or a number of nodes or a memory limit was given.
         world_size, batch_size: as requested.
         steps_per_epoch: of each rank; None if the rows are not known, as with a filter.
         step_bytes: decoded bytes of a rank's full step; None if the rows are not known.
@@ -97,6 +99,7 @@ class LoadForecast:
     shards_reused: int
     load_s: float | None
     nulls: Mapping[str, int]
+    refusal: str
     world_size: int
     batch_size: int
     steps_per_epoch: int | None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -16,10 +17,12 @@ from cache_protocol.errors import (
     ConfigError,
     NodeUnavailableError,
     from_proto,
+    without_middle,
 )
 from cache_protocol.v1 import cache_pb2 as pb
 
 # gRPC's words for a server that answers in HTTP/1, and for an HTTPS server without HTTP/2.
+_NO_REASON = re.compile(r"\. (?:Additionally, could not finish writing|(?:gRPC c|C)lient )")
 _NO_FLIGHT = ("Expected SETTINGS frame", "http1.x server", "missing selected ALPN property")
 
 
@@ -117,4 +120,5 @@ def _cache_error(error: flight.FlightError, location: str) -> CacheError:
     if any(words in str(error) for words in _NO_FLIGHT):
         return _no_flight(location)
     first_line = str(error).splitlines()[0] if str(error) else repr(error)
-    return NodeUnavailableError(f"node at {location} did not answer: {first_line}")
+    reason = _NO_REASON.split(first_line)[0]
+    return NodeUnavailableError(f"node at {location} did not answer: {without_middle(reason)}")

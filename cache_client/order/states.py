@@ -9,6 +9,7 @@ from cache_client.order.permutation import (
     ALGORITHM_VERSION,
     checked_integer,
 )
+from cache_protocol.errors import some_of
 
 _OPTIONAL: Final = ("audit", "skipped", "view")
 _LAST_EPOCH: Final = 2**63 - 1  # of a state: readers store it in 64 bits
@@ -90,7 +91,7 @@ class OrderState:
         known = [each.name for each in fields(cls)]
         unknown = sorted(repr(key) for key in mapping if key not in known)
         if unknown:
-            raise ValueError(f"state has unknown keys: {', '.join(unknown)}")
+            raise ValueError(f"state has unknown keys: {some_of(unknown)}")
         missing = [repr(name) for name in known if name not in (*mapping, *_OPTIONAL)]
         if missing:
             raise ValueError(f"state lacks keys: {', '.join(missing)}")

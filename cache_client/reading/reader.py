@@ -41,6 +41,7 @@ from cache_protocol.errors import (
     NotReadyError,
     StaleVersionError,
     some_of,
+    without_middle,
 )
 from cache_protocol.storage.row_index import Ids, Indices, RowRuns
 from cache_protocol.wire.channels import backoff
@@ -360,7 +361,8 @@ class Reader:
             nodes = sorted({str(part.node or "of this machine's files") for part in missing})
             raise NodeUnavailableError(
                 f"node {some_of(nodes)} did not bring its rows of dataset "
-                f"{self._router.shards.dataset!r} within {self._deadline_s:g} s: {last_error}"
+                f"{self._router.shards.dataset!r} within {self._deadline_s:g} s: "
+                f"{without_middle(str(last_error), 300)}"
             ) from None
         return answers
 

@@ -116,11 +116,6 @@ class RankBatches(Familiar, IterableDataset[Any]):
         return self._config.rank.world_size
 
     @property
-    def shuffle(self) -> bool:
-        """Whether each epoch has a permutation of all rows."""
-        return self._config.shuffle.shuffle
-
-    @property
     def seed(self) -> int:
         """Of the order."""
         return self._config.shuffle.seed
@@ -298,7 +293,7 @@ class RankBatches(Familiar, IterableDataset[Any]):
             fingerprint=self.fingerprint,
             seed=self.seed,
             epoch=epoch,
-            shuffle=self.shuffle,
+            shuffle=self._config.shuffle.shuffle,
             shuffle_block_size=self._config.shuffle.shuffle_block_size,
             view=self._opened.view_text,
             rows_consumed=rows_consumed,
@@ -446,7 +441,7 @@ class RankBatches(Familiar, IterableDataset[Any]):
             self._place(pass_, self._cursor.planned())
             claim = self._cursor.begin(is_look=pass_.plan.num_steps > 1)
             pass_.ahead = batches_taken_ahead()
-        check_pass(pass_, self._cursor, self._opened.name, shuffle=self.shuffle)
+        check_pass(pass_, self._cursor, self._opened.name, shuffle=self._config.shuffle.shuffle)
         process, opened = os.getpid(), self._opened  # a pass keeps its version
         sizes = opened.sizes_of(self._config, pass_.num_workers)
         with opened.source.open_reader(

@@ -304,7 +304,7 @@ class CacheIterableDataset(RankBatches):
             "batch_size": self.batch_size,
             "rank": self.rank,
             "world_size": self.world_size,
-            "shuffle": self.shuffle,
+            "shuffle": self._config.shuffle.shuffle,
             "seed": self.seed,
             "epoch": self.epoch,
         }

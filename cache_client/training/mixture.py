@@ -43,7 +43,7 @@ from cache_client.views.patterns import whole_weights
 from cache_client.views.view import Samples, Shuffle
 from cache_protocol.datasets.dataset_names import joined
 from cache_protocol.datasets.values import is_text
-from cache_protocol.errors import ConfigError, checked
+from cache_protocol.errors import ConfigError, checked, short, some_of
 from cache_protocol.storage.flat_columns import nodes
 from cache_protocol.storage.layout import Layout
 
@@ -149,7 +149,9 @@ class CacheMixture(RankBatches):
             first.config,
             name=", ".join(datasets),
             view=View(),
-            shuffle=Shuffle(any(dataset.shuffle for dataset in datasets.values()), None, seed),
+            shuffle=Shuffle(
+                any(dataset.config.shuffle.shuffle for dataset in datasets.values()), None, seed
+            ),
             rank_is_given=all(dataset.config.rank_is_given for dataset in datasets.values()),
             skip_steps=skip_steps,
         )
@@ -422,8 +424,8 @@ def _schedule(
         number = checked_integer("a step of weights_at", step, 1, _MAX_STEPS)
         if not isinstance(given, Mapping) or set(given) != set(weights):
             raise ValueError(
-                f"weights_at[{step}] must have a weight for each of {', '.join(map(repr, weights))}"
-                f", got {given!r}"
+                f"weights_at[{step}] must have a weight for each of {some_of(map(repr, weights))}"
+                f", got {short(repr(given))}"
             )
         schedule[number] = whole_weights([given[name] for name in weights])
     return tuple(sorted(schedule.items()))
@@ -485,7 +487,9 @@ def _columns(dataset: CacheIterableDataset) -> list[str]:
 
 
 def _only(columns: list[str], others: list[str]) -> str:
-    """Those columns that the others lack; all if only the order differs."""
-    return ", ".join([each for each in columns if each not in others]) or (
-        "no others" if len(columns) < len(others) else ", ".join(columns)
-    )
+    """Some of the columns that the others lack, or that have another place there."""
+    lacked = [each for each in columns if each not in others]
+    if not lacked and len(columns) < len(others):
+        return "no others"
+    moved = (ours for ours, theirs in zip(columns, others, strict=False) if ours != theirs)
+    return some_of(lacked or moved)

@@ -22,7 +22,7 @@ from cache_client.view_options.lookups import MAX_BUCKETS, Frequent, Join, Rule,
 from cache_client.views.packing import PACK_OUTPUTS, PackOutput
 from cache_client.views.splits import MOST_FOLDS, as_fraction, is_whole
 from cache_protocol.datasets.values import as_integer, as_number
-from cache_protocol.errors import ConfigError
+from cache_protocol.errors import ConfigError, some_of
 
 _MAX_EPOCH_ROWS: Final = 2**31
 _MAX_LENGTH: Final = 2**31 - 1
@@ -330,7 +330,7 @@ class View:
             if rule.needs and not any(other in given for other in rule.needs):
                 problems.append(f"{name} needs {' or '.join(rule.needs)}, got {value!r}")
         if "split" in given and not problems and self.part not in given["split"]:
-            problems.append(f"part must be one of {', '.join(given['split'])}, got {self.part!r}")
+            problems.append(f"part must be one of {some_of(given['split'])}, got {self.part!r}")
         if not problems and "labels" not in self.pack_outputs:
             problems += [
                 f"{name} needs pack_outputs with 'labels', got {self.pack_outputs!r}"

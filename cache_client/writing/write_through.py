@@ -285,7 +285,7 @@ def _s3_arguments(options: Mapping[str, str]) -> dict[str, Any]:
         plain = name.replace("-", "_").removeprefix("aws_").removeprefix("s3.")
         argument = _S3_ARGUMENTS.get(plain)
         if argument is None and plain not in _OF_READERS:
-            known = ", ".join(sorted({*_S3_ARGUMENTS, *_OF_READERS}))
+            known = some_of(sorted({*_S3_ARGUMENTS, *_OF_READERS}), like=plain)
             raise ValueError(f"through cannot use {name!r}; it knows {known}")
         if argument is not None:
             arguments[argument] = value.lower() == "true" if argument in _FLAGS else value

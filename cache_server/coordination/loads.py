@@ -18,7 +18,7 @@ from cache_server.coordination.versions.states import State
 from cache_server.coordination.versions.version_record import VersionRecord
 from cache_server.coordination.versions.versions import newest
 from cache_server.egress.allowed_sources import AllowedSources
-from cache_server.plan.pinned_version import plan_version
+from cache_server.plan.pinned_version import OpenPlan, plan_version
 from cache_server.plan.shard_plan import same_shards
 
 logger = logging.getLogger(__name__)
@@ -101,18 +101,22 @@ class Loads:
             if version is not None and self._state.holdings(version).load_failure() is None:
                 planned.close()
                 return self.attach_to(version, spec, by=by, fewer_replicas=refresh)
-            made = VersionRecord(
-                planned.version,
-                self._state.versions.next_created(),
-                spec.secrets_to_proto(),
-                tuple(planned.pins.values()),
-                attempt=self._state.next_attempt(planned.version.key),
-                asked_at=self._state.clock(),
-                owner=by.name,
-            )
-            if (base := self._state.versions.base_of(made)) is not None:
-                made.reuse(base, self._state.holdings(base).placement(base.num_shards or 0))
-            return self.add(made, by)
+            return self.add(self._made(planned, self._state.versions.next_created(), by), by)
+
+    def _made(self, planned: OpenPlan, created: int, by: Principal) -> VersionRecord:
+        """The record of a planned version, with the shards that an earlier one has; in the lock."""
+        made = VersionRecord(
+            planned.version,
+            created,
+            planned.version.spec.secrets_to_proto(),
+            tuple(planned.pins.values()),
+            attempt=self._state.next_attempt(planned.version.key),
+            asked_at=self._state.clock(),
+            owner=by.name,
+        )
+        if (base := self._state.versions.base_of(made)) is not None:
+            made.reuse(base, self._state.holdings(base).placement(base.num_shards or 0))
+        return made
 
     def add(self, made: VersionRecord, by: Principal) -> pb.DatasetInfo:
         """Adds a version, or replaces a failed one; inside the lock. Raises what `create` does."""
@@ -178,10 +182,8 @@ class Loads:
             PermissionDeniedError: see `create`.
         """
         given = spec.secrets_to_proto()
-        version.require_secrets(given, by)
-        if spec.replicas > version.pinned.spec.replicas:
-            self._state.check_capacity(replace(version, pinned=replace(version.pinned, spec=spec)))
-        elif not fewer_replicas:
+        self._check_attaching(version, spec, by)
+        if spec.replicas <= version.pinned.spec.replicas and not fewer_replicas:
             spec = _with_replicas(spec, version.pinned.spec.replicas)
         secrets = given if given.tables else version.secrets
         pinned = replace(version.pinned, spec=spec, has_secrets=bool(secrets.tables))
@@ -192,6 +194,12 @@ class Loads:
         self._state.settle()
         self._state.notify_listeners()
         return self._state.describe(version, by.viewer)
+
+    def _check_attaching(self, version: VersionRecord, spec: DatasetSpec, by: Principal) -> None:
+        """Raises what `attach_to` raises before it changes anything."""
+        version.require_secrets(spec.secrets_to_proto(), by)
+        if spec.replicas > version.pinned.spec.replicas:
+            self._state.check_capacity(replace(version, pinned=replace(version.pinned, spec=spec)))
 
     def plan(
         self,
@@ -208,14 +216,16 @@ class Loads:
             memory_limit_bytes: of each node; 0 for the smallest limit of the live nodes.
             by: asks for it.
 
+        Returns:
+            With why the load would be refused now, where it is for these nodes.
+
         Raises:
             LoadError: the source cannot be read. RequestError: a bad query.
+            PermissionDeniedError: see `create`.
         """
         self._sources.check_spec(spec)
-        full = by.viewer.resolve(spec.name)
         with self._state.changed:
-            before = self._state.versions.readable(full, spec.secrets_to_proto(), by.name)
-            before *= by.viewer.can_read(full, ())
+            before = self._state.versions.readable(spec.name, spec.secrets_to_proto(), by.name)
         with closing(plan_version(spec, [version.pinned for version in before])) as planned:
             reused = {
                 index
@@ -224,12 +234,32 @@ class Loads:
             }
             with self._state.changed:
                 alive = [node for node in self._state.membership.nodes() if node.alive]
+                refusal = (
+                    self._refusal(planned, by) if not (num_nodes or memory_limit_bytes) else ""
+                )
             names = [node.id for node in alive]
             if num_nodes:
                 names = [f"node-{index}" for index in range(num_nodes)]
             limits = [node.memory_limit_bytes for node in alive if node.memory_limit_bytes]
             limit = memory_limit_bytes or min(limits, default=0)
-            return forecast(planned, names, limit, self._state.load_rate.node_bytes_per_s, reused)
+            rate = self._state.load_rate.node_bytes_per_s
+            result = forecast(planned, names, limit, rate, reused)
+            result.refusal = refusal
+            return result
+
+    def _refusal(self, planned: OpenPlan, by: Principal) -> str:
+        """Why `create` would refuse what was planned; empty: it would not. In the lock."""
+        spec = planned.version.spec
+        version = self._newest_of_spec(spec) or self._state.versions.get(planned.version.key)
+        try:
+            if version is not None and self._state.holdings(version).load_failure() is None:
+                self._check_attaching(version, spec, by)
+            else:
+                made = self._made(planned, self._state.versions.last_created + 1, by)
+                self._state.check_capacity(made)
+        except LoadError as error:
+            return str(error)
+        return ""
 
     def _newest_of_spec(self, spec: DatasetSpec) -> VersionRecord | None:
         """The newest version of this spec, if its source cannot tell whether it changed."""

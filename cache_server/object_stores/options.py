@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from urllib.parse import unquote
 
 from cache_protocol.datasets.source_options import GOOGLE_KEY, STORES, Form, Option, Options
-from cache_protocol.errors import RequestError
+from cache_protocol.errors import RequestError, some_of
 from cache_server.egress.addresses import check_name, parse_address, parse_host
 
 _MAX_NUMBER = 1_000_000
@@ -48,7 +48,7 @@ def store_settings(kind: str, options: Mapping[str, str], secrets: Mapping[str, 
         if option is own and option.form is not Form.UNUSED:
             settings[option.name] = text
     if problems:
-        raise RequestError("; ".join(problems))
+        raise RequestError(some_of(problems, "; "))
     return settings
 
 
@@ -65,9 +65,12 @@ def known(tables: Sequence[Options], key: str, found: Option | None) -> Option:
     if len(tables) > 1:
         reason = f"no store has an option {key!r}"
     else:
-        reason = f"{tables[0].what} has no option {key!r}; it has {', '.join(tables[0].known)}"
-    near = next((name for table in tables if (name := table.nearest(key))), "")
-    raise RequestError(f"{reason}; did you mean {near!r}?" if near else reason)
+        reason = f"{tables[0].what} has no option {key!r}"
+    if near := next((name for table in tables if (name := table.nearest(key))), ""):
+        raise RequestError(f"{reason}; did you mean {near!r}?")
+    if len(tables) == 1:
+        reason += f"; it has {some_of(tables[0].known, like=key)}: the docs list all"
+    raise RequestError(reason)
 
 
 def option_value(options: Mapping[str, str], name: str) -> str:

@@ -15,7 +15,7 @@ from functools import cached_property
 import pyarrow as pa
 
 from cache_protocol.datasets.dataset_spec import DatasetSpec
-from cache_protocol.errors import LoadError, RequestError, some_of
+from cache_protocol.errors import LoadError, RequestError, some_of, without_middle
 from cache_protocol.storage.layout import Layout, schema_from_bytes, with_large_offsets
 from cache_protocol.storage.nested_values import plain_type
 from cache_protocol.v1 import cache_pb2 as pb
@@ -183,10 +183,17 @@ def plan_version(spec: DatasetSpec, before: Sequence[PinnedVersion] = ()) -> Ope
                 stack.callback(pins[table.name].close)
             planned = _plan(spec, formats, pins, before)
         except pa.ArrowException as error:  # of a type that a library lacks, or of damage
-            sources = some_of(source for table in spec.tables for source in table.source)
-            raise LoadError(f"cannot read {sources}: {error}") from None
+            raise LoadError(_unreadable(spec, without_middle(str(error)))) from None
         stack.pop_all()
         return planned
+
+
+def _unreadable(spec: DatasetSpec, reason: str) -> str:
+    """The message for a source that cannot be read; the reason comes before a list of sources."""
+    sources = [source for table in spec.tables for source in table.source]
+    if len(sources) == 1:
+        return f"cannot read {sources[0]}: {reason}"
+    return f"cannot read one of {len(sources)} sources: {reason}; they are {some_of(sources)}"
 
 
 def _plan(

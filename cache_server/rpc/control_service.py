@@ -212,12 +212,16 @@ class CoordinatorServicer(cache_pb2_grpc.CoordinatorServicer):
             _error_statuses(context, request.secrets),
             self._slots.hold(request.spec),
         ):
+            principal = caller_of(context).principal
+            request.spec.name = principal.viewer.resolve(request.spec.name)
+            principal.require_own(request.spec.name, "a load")
             forecast = self._coordinator.plan(
                 DatasetSpec.from_proto(request.spec, request.secrets),
                 num_nodes=request.num_nodes,
                 memory_limit_bytes=request.memory_limit_bytes,
-                by=caller_of(context).principal,
+                by=principal,
             )
+            forecast.spec.name = principal.viewer.shown(forecast.spec.name)
             return pb.PlanDatasetResponse(forecast=forecast)
 
     def GetDataset(self, request: pb.GetDatasetRequest, context: grpc.ServicerContext) -> Any:

@@ -26,6 +26,7 @@ from cache_protocol.errors import (
     PermissionDeniedError,
     RequestError,
     require_ready,
+    some_of,
 )
 from cache_protocol.storage.layout import Layout
 from cache_protocol.storage.nested_values import without_codes
@@ -425,7 +426,7 @@ class FlightService(flight.FlightServerBase):
         datasets = self._ready_node().datasets(viewer)
         if len(datasets) == 1:
             return datasets[0]
-        names = ", ".join(info.spec.name for info in datasets) or "none"
+        names = some_of(info.spec.name for info in datasets)
         raise RequestError(
             f"a path of [index, total] needs exactly one dataset, got datasets: {names}; "
             "use [dataset, index, total]"

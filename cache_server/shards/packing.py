@@ -257,7 +257,7 @@ def _concatenate(chunks: list[pa.Array], column: StoredColumn) -> pa.Array:
         raise LoadError(
             f"column {column.names[0]!r} of type {column.field.type} does not fit in one shard "
             f"({error}): choose a smaller target_shard_bytes"
-            f"{f', or write {cast} in the sql' if cast else ''}"
+            f"{f', or give it 64-bit offsets, as SQL does by {cast}' if cast else ''}"
         ) from None
 
 

@@ -49,8 +49,8 @@ def _check_text(name: str, array: pa.Array) -> None:
         array.validate(full=True)
     except pa.ArrowInvalid as error:
         raise RequestError(
-            f"column {name!r} holds no valid UTF-8 ({error}): cast it to binary in the sql of the "
-            "load; if its source is valid, its shard is damaged and is made again when it is "
+            f"column {name!r} holds no valid UTF-8 ({error}): store it as binary; "
+            "if its source is valid, its shard is damaged and is made again when it is "
             "scrubbed"
         ) from None
 

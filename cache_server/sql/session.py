@@ -22,7 +22,7 @@ from datafusion import (
 )
 
 from cache_protocol.datasets.dataset_spec import TABLE
-from cache_protocol.errors import RequestError, some_of
+from cache_protocol.errors import RequestError, some_of, without_middle
 from cache_server.source.pinned import no_rows
 from cache_server.sql import exactness
 from cache_server.sql.exactness import Mode
@@ -34,6 +34,8 @@ from cache_server.sql.selection import Selection, selection_of
 
 PLAIN = Mode()
 _OF_A_SAMPLE = re.compile(r"^Error when processing CSV file .*?sample\.csv caused by ")
+_SIGNATURES = re.compile(r" to the signature OneOf\(.*\)(?= failed\.)")
+_CANDIDATES = re.compile(r"(Candidate functions: )(.*)$")
 _VALID_FIELDS = re.compile(r"(Valid fields are )(.*)\.(?= |$)")
 # Functions whose results differ between nodes or loads.
 _VOLATILE = ("random", "uuid", "now", "current_date", "current_time", "today")
@@ -243,6 +245,9 @@ def reason_of(error: BaseException) -> str:
     text = text.partition("\nThis issue was likely caused by a bug in DataFusion")[0]
     text = _OF_A_SAMPLE.sub("", " ".join(text.split()))
     text = _VALID_FIELDS.sub(lambda found: f"{found[1]}{some_of(found[2].split(', '))}.", text)
+    text = _SIGNATURES.sub("", text)
+    text = _CANDIDATES.sub(lambda found: f"{found[1]}{some_of(found[2].split(') '), ') ')}", text)
+    text = without_middle(text)
     if _NO_LOCAL_TIME.search(text):
         text += (
             " (the clocks of a zone show a time never or twice: write it as a text with its "

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
-from cache_protocol.errors import CacheError, LoadError
+from cache_protocol.errors import CacheError, LoadError, without_middle
 from cache_protocol.storage.layout import Layout
 from cache_server.egress.gate import why_unreachable
 from cache_server.object_stores.connections import from_env
@@ -29,7 +29,6 @@ from cache_server.sql.formats.batch_rows import batch_rows
 from cache_server.tables.column_sizes import Place, plain_bytes, row_bytes
 
 _SMALL_OFFSETS_BYTES = 1 << 30  # a smaller batch fits 32-bit offsets
-_MAX_REASON = 600  # characters of a library's message
 _CACHED_SNAPSHOTS = 8
 # Of a row group that DataFusion reads. It holds the whole group in memory, Arrow does not.
 MOST_GROUP_BYTES = 128 * 1024 * 1024
@@ -43,6 +42,8 @@ _FOOTER_THREADS = 8
 _DRAWN = re.compile(r"\x1b\[[0-9;]*m|↳")  # terminal colours and arrows in messages
 _INPUT = re.compile(r", input_value=.*?, input_type=\w+(?=\])", re.DOTALL)  # pydantic cuts secrets
 _FRAMES = re.compile(r"\n\s*0: .*", re.DOTALL)  # a stack trace after a message
+_LONGEST = 500  # characters of a message, of which a reason has these at least and at most
+_LEAST_REASON, _MOST_REASON = 160, 400
 _NO_CONSTANTS: Mapping[str, pa.Scalar] = {}
 
 T = TypeVar("T")
@@ -270,6 +271,6 @@ def naming(what: str, options: Mapping[str, str], secrets: Mapping[str, str]) ->
         store = f" from {endpoint}" if endpoint else ""
         text = _FRAMES.sub("", _DRAWN.sub("", str(error) or type(error).__name__))
         reason = redacted(_INPUT.sub("", text), secret_values(secrets, from_env()))
-        if len(reason) > _MAX_REASON:
-            reason = f"{reason[:_MAX_REASON]}..."
-        raise LoadError(f"cannot read {what}{store}: {reason}") from None
+        left = max(_LEAST_REASON, _LONGEST - len(what) - len(store))
+        shown = without_middle(reason, min(left, _MOST_REASON))
+        raise LoadError(f"cannot read {what}{store}: {shown}") from None

@@ -230,6 +230,12 @@ def short(text: str, length: int = 200) -> str:
     return text if len(text) <= length else f"{text[:length]}..."
 
 
+def without_middle(text: str, length: int = 400) -> str:
+    """Begin and end of the message of a library: a long value may come before the reason."""
+    half = length // 2
+    return text if len(text) <= length else f"{text[:half]}...{text[-half:]}"
+
+
 def missing_package(error: ImportError, what: str, extra: str) -> str:
     """The message for a package that an extra of this distribution brings.
 

@@ -105,6 +105,9 @@ def run(
         except BaseException:
             process.kill()
             raise
+    from tests import error_rules  # not in the server, which imports this module
+
+    error_rules.note_output(errors)
     done = subprocess.CompletedProcess(process.args, process.returncode, output, errors)
     if check:
         done.check_returncode()

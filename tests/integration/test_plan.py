@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import yaml
 from deltalake import write_deltalake
 from pyiceberg.catalog.sql import SqlCatalog
 
@@ -270,7 +271,13 @@ def test_a_load_that_cannot_fit_is_refused_with_the_forecast(tmp_path: Path, tab
         with pytest.raises(LoadError) as caught:
             client.load(spec)
 
+        planned = cachectl("plan", as_yaml(tmp_path, spec), "--endpoint", cluster.endpoint)
+        more = cachectl("plan", tmp_path / "t.yaml", "--nodes", 9, "--endpoint", cluster.endpoint)
+
         assert not forecast.fits and forecast.memory_limit_bytes == 200_000
+        assert forecast.refusal == str(caught.value)
+        assert (planned.returncode, more.returncode) == (__main__.EXIT_DATA, 0)
+        assert "it does not fit" in planned.stdout and forecast.refusal in planned.stderr
         assert f"needs {forecast.nodes_needed} nodes of that limit" in str(caught.value)
         assert f"about {forecast.num_bytes} bytes" in str(caught.value)
         assert client.datasets() == []
@@ -290,6 +297,107 @@ def test_a_load_is_not_refused_for_what_was_guessed_or_may_be_dropped(
 
             assert forecast.num_bytes > 300_000 > info.num_bytes
             assert forecast.fits is None
+
+
+def as_yaml(directory: Path, spec: DatasetSpec) -> Path:
+    path = directory / f"{spec.name}.yaml"
+    columns = list(spec.columns or ())
+    written: dict[str, Any] = {
+        "name": spec.name,
+        "source": list(spec.tables[0].source),
+        "columns": columns,
+    }
+    written["target_shard_bytes"] = spec.target_shard_bytes
+    path.write_text(yaml.safe_dump(written))
+    return path
+
+
+def test_what_a_dataset_of_the_cache_leaves_no_room_for_is_refused_by_its_plan_too(
+    table: Path,
+) -> None:
+    with LocalCluster(1, memory_limit_bytes=200_000) as cluster:
+        client = CacheClient(cluster.endpoint)
+        client.load(DatasetSpec("first", table, columns=FIXED[:1]))
+        second = DatasetSpec("second", table, columns=FIXED)
+        refused = client.plan(second).refusal
+
+        with pytest.raises(LoadError) as caught:
+            client.load(second)
+
+        assert refused == str(caught.value) and "which holds" in refused
+        assert client.plan(DatasetSpec("first", table, columns=FIXED[:1])).refusal == ""
+
+
+def _written(table: pa.Table, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(table, path)
+
+
+@pytest.fixture(scope="module")
+def faulty(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Sources that no load can read; metadata tell it."""
+    root = tmp_path_factory.mktemp("faulty")
+    rows = pa.table({"row": pa.array(range(8)), "price": pa.array([0.5] * 8), "s": ["a"] * 8})
+    text = pa.array(["a"] * 8)
+    others = {
+        "good": rows,
+        "types": rows.set_column(1, "price", text),
+        "missing": rows.drop_columns(["price"]),
+        "wider": rows.set_column(1, "price", pa.array([2**60 + 1] * 8)),
+        "nulls": rows.set_column(1, "price", pa.array([None, *[0.5] * 7])),
+    }
+    for name, other in others.items():
+        _written(rows, root / name / "a.parquet")
+        _written(other, root / name / "b.parquet")
+    _written(pa.table([text, text], names=["a", "a"]), root / "twice" / "a.parquet")
+    for name, content in {"words.parquet": b"no Parquet" * 9, "nothing.parquet": b""}.items():
+        (root / name).write_bytes(content)
+    (root / "cut.parquet").write_bytes((root / "good" / "a.parquet").read_bytes()[:300])
+    (root / "plain.csv").write_text("a,b\n1,2\n")
+    (root / "cells.csv").write_text("a,b\n1,2\n3,4,5\n")
+    (root / "none").mkdir()
+    union = pa.UnionArray.from_sparse(pa.array([0], pa.int8()), [pa.array([1])])
+    with pa.ipc.new_file(str(root / "union.arrow"), pa.schema([("u", union.type)])) as file:
+        file.write_table(pa.table({"u": union}))
+    return root
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "says"),
+    [
+        ("nowhere", {}, "does not exist"),
+        ("none", {}, "holds no files of a known format"),
+        ("words.parquet", {}, "cannot read the Parquet footer"),
+        ("nothing.parquet", {}, "file size is 0 bytes"),
+        ("cut.parquet", {}, "cannot read the Parquet footer"),
+        ("good/a.parquet", {"format": "csv"}, "it is Parquet: say format: parquet"),
+        ("cells.csv", {}, "line 3"),
+        ("types", {}, "price is string instead of double"),
+        ("missing", {}, "price missing; missing_columns: null makes them null"),
+        ("wider", {}, "price is int64 instead of double"),
+        ("twice", {}, "several columns are named 'a'"),
+        ("union.arrow", {}, "cannot be stored"),
+        ("nulls", {"nulls": "refuse"}, "column 'price' holds 1 null"),
+        ("good", {"columns": ["colour"]}, "No field named colour"),
+        ("good", {"filter": "colour > 1"}, "No field named colour"),
+        ("good", {"filter": "price"}, "non-boolean predicate"),
+        ("good", {"sql": "SELECT * FROM other"}, "no table 'other'"),
+        ("good", {"sql": "SELECT row + s AS x FROM source"}, "Cannot coerce"),
+        ("plain.csv", {"types": {"colour": "int64"}}, "types names the column 'colour'"),
+    ],
+)  # fmt: skip
+def test_a_fault_that_metadata_tell_is_told_by_the_plan_as_by_the_load(
+    client: CacheClient, faulty: Path, source: str, options: dict[str, Any], says: str
+) -> None:
+    spec = DatasetSpec("faulty", faulty / source, **options)
+    told = []
+    for ask in (client.plan, client.load):
+        with pytest.raises((LoadError, RequestError)) as caught:
+            ask(spec)
+        told.append((caught.type, str(caught.value)))
+
+    assert told[0] == told[1] and says in told[0][1]
+    assert "faulty" not in {info.name for info in client.datasets()}
 
 
 def test_a_plan_loads_nothing_and_names_what_is_wrong(
@@ -442,4 +550,4 @@ def test_cachectl_plan_and_explain_print_it_for_people_and_programs(
     long = cachectl("plan", spec, *at, "--memory-limit", "99999PiB")
     assert long.returncode == __main__.EXIT_CONFIG and "got '99999PiB'" in long.stderr
     many = cachectl("plan", spec, *at, "--nodes", 5_000_000_000)
-    assert many.returncode == __main__.EXIT_CONFIG and "num_nodes must be at most" in many.stderr
+    assert many.returncode == 2 and "'--nodes': Input should be less" in many.stderr

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Set
 
-from cache_protocol.errors import LoadError
+from cache_protocol.errors import LoadError, some_of
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.coordination.holdings.holdings import Holdings
 from cache_server.coordination.members.membership import Member
@@ -47,7 +47,11 @@ def check_capacity(
             continue
         loading = f" and waits for {awaited[node_id]}" if awaited[node_id] else ""
         nodes = nodes_needed(sizes, spec.replicas, limit)
-        needs = f"{nodes} nodes" if nodes else "a smaller target_shard_bytes: no number of nodes"
+        needs = (
+            f"{nodes} node{'s' * (nodes > 1)}"
+            if nodes
+            else "a smaller target_shard_bytes: no number of nodes"
+        )
         raise LoadError(
             f"dataset {spec.name!r} cannot fit: it puts about {needed} bytes on node "
             f"{node_id}, which holds {stored}{loading} of its memory limit of {limit}; the dataset "
@@ -57,10 +61,10 @@ def check_capacity(
 
 
 def _are_lost(node_ids: Set[str]) -> str:
-    names = ", ".join(sorted(node_ids))
-    if len(node_ids) > 1:
-        return f"; nodes {names} are lost"
-    return f"; node {names} is lost" if names else ""
+    if not node_ids:
+        return ""
+    names = some_of(sorted(node_ids))
+    return f"; nodes {names} are lost" if len(node_ids) > 1 else f"; node {names} is lost"
 
 
 def _lasting_bytes(

@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Mapping, Sequence, Set
 from functools import cached_property
 
-from cache_protocol.errors import CacheError, LoadError, to_proto
+from cache_protocol.errors import CacheError, LoadError, some_of, to_proto
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.coordination.holdings.holder_checks import HolderChecks
 from cache_server.coordination.holdings.shard_holders import NOTHING, ShardHolders
@@ -133,7 +133,7 @@ class Holdings:
         if not lost:
             return ""
         rows = sum(version.sealed[index].num_rows for index in lost)
-        gone = ", ".join(sorted(self._members.keys() - self._alive)) or "none"
+        gone = some_of(sorted(self._members.keys() - self._alive))
         return (
             f"no node has {rows} of its rows, in {len(lost)} shards, and they were written: no "
             f"source has them. Lost nodes: {gone}. Write the dataset again, or start such a node "

@@ -18,7 +18,7 @@ import adbc_driver_postgresql.dbapi as adbc
 import pyarrow as pa
 
 from cache_protocol.datasets.source_options import POSTGRES, RELATION
-from cache_protocol.errors import CacheError, LoadError, RequestError
+from cache_protocol.errors import CacheError, LoadError, RequestError, without_middle
 from cache_server.egress import gate as gates
 from cache_server.egress.addresses import parse_host
 from cache_server.egress.allowed_sources import POSTGRES_PORT
@@ -28,7 +28,6 @@ from cache_server.sql.quoting import literal
 
 DEFAULT_CONNECT_TIMEOUT_S = 10
 _LOCK_TIMEOUT_MS = 60_000
-_MAX_REASON = 400
 
 # Notices a dead server within about a minute, also during a long answer.
 _DEFAULTS = {
@@ -324,11 +323,7 @@ class Session:
             if found:
                 text = rest
                 break
-        text = redacted(text, self._secrets.values())
-        if len(text) <= _MAX_REASON:
-            return text
-        half = _MAX_REASON // 2  # a long value comes before the reason
-        return f"{text[:half]}...{text[-half:]}"
+        return without_middle(redacted(text, self._secrets.values()))
 
     def _fail(self, error: BaseException) -> NoReturn:
         state = getattr(error, "sqlstate", None) or ""

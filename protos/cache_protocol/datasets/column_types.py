@@ -14,6 +14,7 @@ import pyarrow.compute as pc
 
 from cache_protocol.datasets.secret_settings import shown
 from cache_protocol.datasets.values import is_text
+from cache_protocol.errors import some_of
 
 TYPE_NAMES = (
     "bool, int8 to int64, uint8 to uint64, float32, float64, decimal32(p, s) to "
@@ -64,7 +65,7 @@ def parse_types(types: object, problems: list[str]) -> dict[str, str]:
             unknown.append(f"{shown(name)} for {shown(column)}")
     if unknown:
         problems.append(
-            f"types must be among {TYPE_NAMES}, got {', '.join(unknown)}; in YAML, quote a type "
+            f"types must be among {TYPE_NAMES}, got {some_of(unknown)}; in YAML, quote a type "
             "that has a comma or a bracket"
         )
     return known

@@ -26,7 +26,7 @@ from cache_protocol.datasets.secret_settings import (
     without_password,
 )
 from cache_protocol.datasets.values import as_integer, is_text
-from cache_protocol.errors import ConfigError
+from cache_protocol.errors import ConfigError, some_of
 from cache_protocol.v1 import cache_pb2 as pb
 
 FORMATS = ("parquet", "arrow", "csv", "json", "iceberg", "delta", "postgres")
@@ -354,7 +354,7 @@ class DatasetSpec:
         problems: list[str] = []
         if unknown := [key for key in mapping if key not in known]:
             problems.append(
-                f"unknown key {', '.join(map(repr, unknown))} in the dataset spec; "
+                f"unknown key {some_of(map(repr, unknown))} in the dataset spec; "
                 f"known keys: {', '.join(known)}"
             )
         has = {"name": "name" in mapping, "source": "source" in mapping or "sources" in mapping}
@@ -410,7 +410,7 @@ def _is_list(value: object) -> TypeGuard[Iterable[Any]]:
 def _names(tables: Sequence[TableSpec]) -> str:
     if [table.name for table in tables] == [TABLE]:
         return f"the table {TABLE!r}"
-    return f"the tables {', '.join(table.name for table in tables)}"
+    return f"the tables {some_of(table.name for table in tables)}"
 
 
 def _named_tables(sources: object, problems: list[str]) -> tuple[TableSpec, ...]:

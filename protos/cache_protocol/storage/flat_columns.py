@@ -128,7 +128,7 @@ def flat_tree(logical: pa.Schema) -> FlatTree:
     if repeated := sorted(name for name, count in names.items() if count > 1):
         raise RequestError(
             f"several columns, or fields of structs, are named {some_of(map(repr, repeated))}: "
-            "name them apart in the sql"
+            "give them different names"
         )
     return tuple(tree)
 

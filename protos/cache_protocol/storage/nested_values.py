@@ -180,7 +180,7 @@ def _encoded(values: pa.Array, dtype: pa.DictionaryType) -> pa.Array:
     except pa.ArrowInvalid:
         raise RequestError(
             f"{len(encoded.dictionary)} values in one batch are more than {dtype} can count: read "
-            "fewer rows at once, or cast the column to its values in the sql"
+            "fewer rows at once, or store the column as its values, without a dictionary"
         ) from None
     dictionary = encoded.dictionary.cast(kind) if kind != plain.type else encoded.dictionary
     return pa.DictionaryArray.from_arrays(indices, dictionary, ordered=dtype.ordered)

@@ -1159,6 +1159,7 @@ class LoadForecast(google.protobuf.message.Message):
     LOAD_MEMORY_BYTES_FIELD_NUMBER: builtins.int
     NULLS_FIELD_NUMBER: builtins.int
     SHARDS_REUSED_FIELD_NUMBER: builtins.int
+    REFUSAL_FIELD_NUMBER: builtins.int
     fingerprint: builtins.str
     schema: builtins.bytes
     """of the logical columns"""
@@ -1189,6 +1190,8 @@ class LoadForecast(google.protobuf.message.Message):
     """of one load, besides the shards; the largest load"""
     shards_reused: builtins.int
     """of num_shards: those that the cache has already; not in load_s"""
+    refusal: builtins.str
+    """why the load would be refused now, by these nodes; empty: it would not"""
     @property
     def spec(self) -> Global___DatasetSpec: ...
     @property
@@ -1229,9 +1232,10 @@ class LoadForecast(google.protobuf.message.Message):
         load_memory_bytes: builtins.int = ...,
         nulls: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
         shards_reused: builtins.int = ...,
+        refusal: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_load_s", b"_load_s", "_num_rows", b"_num_rows", "load_s", b"load_s", "num_rows", b"num_rows", "spec", b"spec"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_load_s", b"_load_s", "_num_rows", b"_num_rows", "fingerprint", b"fingerprint", "guessed_columns", b"guessed_columns", "largest_shard_bytes", b"largest_shard_bytes", "load_memory_bytes", b"load_memory_bytes", "load_s", b"load_s", "makes_rows", b"makes_rows", "memory_limit_bytes", b"memory_limit_bytes", "node_bytes", b"node_bytes", "nodes_needed", b"nodes_needed", "nulls", b"nulls", "num_bytes", b"num_bytes", "num_rows", b"num_rows", "num_shards", b"num_shards", "ordered", b"ordered", "rows_exact", b"rows_exact", "schema", b"schema", "shards_reused", b"shards_reused", "spec", b"spec", "tables", b"tables", "whole", b"whole", "why", b"why"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_load_s", b"_load_s", "_num_rows", b"_num_rows", "fingerprint", b"fingerprint", "guessed_columns", b"guessed_columns", "largest_shard_bytes", b"largest_shard_bytes", "load_memory_bytes", b"load_memory_bytes", "load_s", b"load_s", "makes_rows", b"makes_rows", "memory_limit_bytes", b"memory_limit_bytes", "node_bytes", b"node_bytes", "nodes_needed", b"nodes_needed", "nulls", b"nulls", "num_bytes", b"num_bytes", "num_rows", b"num_rows", "num_shards", b"num_shards", "ordered", b"ordered", "refusal", b"refusal", "rows_exact", b"rows_exact", "schema", b"schema", "shards_reused", b"shards_reused", "spec", b"spec", "tables", b"tables", "whole", b"whole", "why", b"why"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_load_s", b"_load_s"]) -> typing.Literal["load_s"] | None: ...
     @typing.overload

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from cache_protocol.errors import CacheError
 from tests.public_api import SNAPSHOT, describe
 
 
 @pytest.fixture(autouse=True)
-def errors_are_short() -> None:
-    """Errors are as users have them: the fixture of the suite gives them another constructor."""
+def errors_as_users_have_them(bad_errors: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The suite gives them another constructor, to read each."""
+    monkeypatch.delattr(CacheError, "__init__")
 
 
 def test_the_public_names_and_signatures_are_those_of_the_snapshot() -> None:
