@@ -14,9 +14,9 @@ from cache_client import DatasetSpec
 from cache_protocol.storage.nested_values import retyped
 from tests import arrow_values
 from tests.iceberg_tables import opened_catalog
-from tests.integration.test_round_trips import check, values_in
 from tests.load_here import load_here
 from tests.postgres_server import PASSWORD, PostgresServer, database, postgres_server  # noqa: F401
+from tests.same_tables import check, values_in
 
 ROWS, CUT, SEEDS = 9, 5, range(3)
 _COMMON = {

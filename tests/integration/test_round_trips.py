@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -13,12 +12,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from cache_client import CacheClient, CacheIterableDataset, Connection, DatasetSpec
-from cache_protocol.storage.nested_values import plain_type, retyped, without_codes
+from cache_protocol.storage.nested_values import without_codes
 from cache_server import LocalCluster
-from cache_server.sql.plain_columns import with_wide_codes
 from tests import arrow_values
 from tests.flight_clients import connect
 from tests.load_here import load_here
+from tests.same_tables import check, values_in, values_of
 
 ROWS, SEEDS = 9, range(12)
 Write = Callable[[Path, pa.Table], None]
@@ -69,21 +68,6 @@ def table_of(seed: int, depth: int, fits: Callable[[pa.Array], bool]) -> pa.Tabl
             fields.append(field)
             columns.append(column)
     return pa.table(columns, schema=pa.schema(fields))
-
-
-def values_of(table: pa.Table) -> pa.Table:
-    """The same values without dictionaries, whose order of values is free."""
-    columns = [pa.concat_arrays(column.chunks) for column in table.columns]
-    return pa.table(
-        [retyped(column, plain_type(column.type)) for column in columns], table.column_names
-    )
-
-
-def check(found: pa.Table, wanted: pa.Table) -> None:
-    types = [with_wide_codes(dtype) for dtype in wanted.schema.types]
-    assert found.schema.names == wanted.schema.names
-    assert found.schema.types == types
-    assert values_of(found).equals(values_of(wanted))
 
 
 @pytest.mark.parametrize("depth", [1, 3])
@@ -137,19 +121,6 @@ def test_a_written_table_is_read_shuffled(
 
     assert sorted(order) == list(range(ROWS))
     check(found, values_in(written, order))
-
-
-def values_in(table: pa.Table, order: Any) -> pa.Table:
-    """The rows in an order; Arrow cannot take those of all types."""
-    rows = [table.slice(int(row), 1) for row in order]
-    columns = zip(*(values_of(row).columns for row in rows), strict=True)
-    whole = [
-        pa.concat_arrays([chunk for part in column for chunk in part.chunks]) for column in columns
-    ]
-    return pa.table(
-        [retyped(column, dtype) for column, dtype in zip(whole, table.schema.types, strict=True)],
-        schema=table.schema,
-    )
 
 
 def test_any_client_of_flight_gets_the_values(cluster: LocalCluster, written: pa.Table) -> None:
