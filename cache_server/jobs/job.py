@@ -144,6 +144,8 @@ class Job:
         if reader.number not in self._live:  # it is new, or was silent
             self._ended.drop(reader.number)
             self._look_at(reader, reader.expires_at)
+        elif reader.expires_at < reader.due_at:  # the first batch may take long, later ones not
+            self._look_at(reader, reader.expires_at)
         self._live.put(reader.number, window, epoch=reader.epoch, step=reader.step)
         self._end_silent(now)
         if reader.claim is not None:

@@ -160,8 +160,8 @@ def _ranks(job: pb.JobInfo, names: Mapping[str, str], view: View) -> Iterator[st
     if ranks:
         span_s = max(_MIN_SPAN_S, _span_s(job))
         waits = (zip(rank.wait_ages_s, rank.wait_history, strict=False) for rank in ranks)
-        shares = [columns(list(each), span_s) for each in waits]
-        rows = grouped([(rank.rank, each) for rank, each in zip(ranks, shares, strict=True)])
+        lines = [columns(list(each), span_s) for each in waits]
+        rows = grouped([(rank.rank, each) for rank, each in zip(ranks, lines, strict=True)])
         named = "; ".join(f"rank {each.rank}: {each.wait_share:.0%}" for each in worst[:4])
         title = f"waits for data, by rank{of}"
         yield heat_map(title, f"{title}; now most {named}", rows, span_s=span_s)

@@ -91,6 +91,19 @@ def test_a_reader_without_reports_stops_and_its_job_is_forgotten_after_an_hour(
         jobs.jobs("train")
 
 
+def test_a_job_that_waited_long_for_its_first_batch_ends_as_soon_as_any_other(
+    jobs: Jobs, clock: Clock
+) -> None:
+    jobs.apply([report(0, expires_s=60)])
+    clock.now += 2
+    jobs.apply([report(0, batches=20, expires_s=10)])
+    clock.now += 11
+
+    (job,) = jobs.jobs()
+
+    assert (job.live, job.verdict) == (False, "stopped at step 20 of 1,000 of epoch 0, 11 s ago")
+
+
 @pytest.mark.parametrize(
     ("ends", "said", "end"),
     [
