@@ -260,6 +260,13 @@ class NodeConfig(BaseModel):
     drain_timeout_s: Annotated[Seconds, Flag("Seconds to wait for running calls at shutdown.")] = (
         5.0
     )
+    leave_timeout_s: Annotated[
+        Lease,
+        Flag(
+            "Seconds after SIGTERM in which other nodes may take over the shards of this node, "
+            "before it stops; 0: it stops at once. A second SIGTERM also stops it at once."
+        ),
+    ] = 0.0
 
     @property
     def host(self) -> str:

@@ -52,6 +52,7 @@ _JOIN_TIMEOUT_S = 10.0
 _KEYS_TIMEOUT_S = 20.0  # for the keys of callers, at the start
 _MIN_STOP_TIMEOUT_S = 0.5  # for each part of a node that stops
 _OWN_TOKEN_RETRY_S = 0.5
+_LINGER_S = 1.0  # of a coordinator whose shards were moved
 
 
 class CacheServer:
@@ -228,6 +229,22 @@ class CacheServer:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def leave(self) -> None:
+        """Moves the shards of this node to other nodes, for ``leave_timeout_s`` at most.
+
+        It serves meanwhile. Ends early when `close` is called by another thread.
+        """
+        begun = time.monotonic()
+        reason = self._node.leave(self._config.leave_timeout_s)
+        elapsed_s = time.monotonic() - begun
+        if reason:
+            logger.warning("node leaves with shards id=%s reason=%s", self.node_id, reason)
+            return
+        logger.info("node left id=%s seconds=%.1f", self.node_id, elapsed_s)
+        if self._config.is_coordinator and elapsed_s > _LINGER_S:
+            # Something was moved. Readers that come here for it still learn where it is.
+            time.sleep(_LINGER_S)
 
     def close(self) -> bool:
         """Stops; returns whether every call, plan and load ended within the drain timeout.

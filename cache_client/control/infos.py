@@ -84,6 +84,22 @@ class DatasetInfo:
 
 
 @dataclass(frozen=True)
+class DrainInfo:
+    """How far the shards of a node were moved to other nodes.
+
+    Attributes:
+        done: other nodes serve everything that it had.
+        shards_left, bytes_left: on this node, and not served by those that take them.
+        waits: what cannot be moved now, and why; empty: nothing.
+    """
+
+    done: bool
+    shards_left: int
+    bytes_left: int
+    waits: str = ""
+
+
+@dataclass(frozen=True)
 class NodeInfo:
     """One cache node.
 
@@ -91,6 +107,7 @@ class NodeInfo:
         memory_limit_bytes: None if there is no limit.
         version: of its package; empty if it was not heard yet.
         untrusted: why the coordinator ignores the node; empty: it does not.
+        drain: of the node; None: it is not drained.
     """
 
     id: str
@@ -103,6 +120,26 @@ class NodeInfo:
     alive: bool
     version: str = ""
     untrusted: str = ""
+    drain: DrainInfo | None = None
+
+    @property
+    def state(self) -> str:
+        """In a few words, for people."""
+        if not self.alive:
+            return "untrusted" if self.untrusted else "no"
+        if self.drain is None:
+            return "yes"
+        return "drained" if self.drain.done else f"draining: {self.drain.shards_left} left"
+
+
+def node_info(node: pb.Node) -> NodeInfo:
+    """The record of a message."""
+    return record(
+        NodeInfo,
+        node,
+        memory_limit_bytes=node.memory_limit_bytes or None,
+        drain=record(DrainInfo, node.drain) if node.HasField("drain") else None,
+    )
 
 
 @dataclass(frozen=True)

@@ -223,7 +223,9 @@ class Loads:
                 for index in same_shards(planned.version.shards or (), version.pinned.shards or ())
             }
             with self._state.changed:
-                alive = [node for node in self._state.membership.nodes() if node.alive]
+                takers = self._state.clusters.look().takers
+                nodes = self._state.membership.nodes()
+                alive = [node for node in nodes if node.alive and node.id in takers]
             names = [node.id for node in alive]
             if num_nodes:
                 names = [f"node-{index}" for index in range(num_nodes)]

@@ -91,7 +91,7 @@ def _of_cache(cache: CacheStatus, job: str) -> list[str]:
         [
             node.id,
             node.flight_location,
-            "alive" if node.alive else _Alert("untrusted" if node.untrusted else "lost"),
+            _state(node),
             f"{node.stored_shards:,}",
             _memory_bar(node),
         ]
@@ -102,6 +102,18 @@ def _of_cache(cache: CacheStatus, job: str) -> list[str]:
         _section("Datasets", ["dataset", "state", "rows", "shards", "size", "loaded"], datasets),
         _section("Nodes", ["id", "Flight", "state", "shards", "memory"], nodes),
     ]
+
+
+def _state(node: pb.Node) -> str:
+    """Of a node, in a few words."""
+    if not node.alive:
+        return _Alert("untrusted" if node.untrusted else "lost")
+    if not node.HasField("drain"):
+        return "alive"
+    if node.drain.done:
+        return "drained"
+    waits = f"; waits: {node.drain.waits}" if node.drain.waits else ""
+    return f"draining: {node.drain.shards_left:,} shards left, {size(node.drain.bytes_left)}{waits}"
 
 
 def _of_jobs(cache: CacheStatus, name: str) -> list[str]:

@@ -295,9 +295,13 @@ class Holdings:
                 pinned.spec.replicas,
                 wanted=self.version.homes if num_shards == len(self.version.homes) else (),
             )
+            if moved := self._cluster.moved(pinned.key):
+                placement = tuple(moved.get(i, homes) for i, homes in enumerate(placement))
             if pinned.is_written:
+                # Until it is served, rows stay on the node that they were put on.
+                keep = self._cluster.takers if self.version.state is State.SERVED else self._alive
                 placement = tuple(
-                    _where_held(homes, self._rows_on(index))
+                    _where_held(homes, self._rows_on(index) & keep)
                     for index, homes in enumerate(placement)
                 )
             self._placements[num_shards] = placement
