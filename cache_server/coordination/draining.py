@@ -162,8 +162,6 @@ class Draining:
             for version in self._versions()
             for shard in self._leaving(version, node_id, cluster)
         ]
-        if not leaving:
-            return DrainPlan()
         return plan_drain(leaving, state.room_on(takers))
 
     def _leaving(

@@ -188,6 +188,11 @@ class Holdings:
         """Whether every live node has reported since the coordinator started."""
         return all(self._members[node_id].node.flight_location for node_id in self._alive)
 
+    @property
+    def _may_be_held(self) -> bool:
+        """Whether shards without a holder may be on nodes that a new coordinator has not heard."""
+        return self.version.state is State.SERVED and not self._all_reported()
+
     def _contradicts(self, shard: pb.ActualShard) -> bool:
         return (
             shard.sealed and shard.index in self.version.sealed and not self.version.agrees(shard)
@@ -392,6 +397,7 @@ class Holdings:
                 or version.lacks_secrets
                 or index in loading
                 or index in self._given_up
+                or self._may_be_held
             ):
                 continue
             elif self.loader(index) == node_id:
@@ -420,7 +426,7 @@ class Holdings:
     ) -> None:
         """Asks one node to run a whole query, the first time or for lost shards."""
         version = self.version
-        if version.lacks_secrets or WHOLE_QUERY in self._given_up:
+        if version.lacks_secrets or WHOLE_QUERY in self._given_up or self._may_be_held:
             return
         wrong = {shard.index for shard in self.last_report(node_id).shards if shard.sealed}
         missing = [i for i in range(version.num_shards or 0) if i not in {*sealed_on, *wrong}]

@@ -57,11 +57,11 @@ def plan_drain(shards: Iterable[LeavingShard], room: Mapping[str, int | None]) -
         shards: that leave.
         room: free bytes of every node that may take shards; None: no limit.
     """
-    if not room:
-        return DrainPlan(why_not="no other node answers and takes shards")
     leaving = sorted(
         shards, key=lambda s: (-s.num_bytes, s.key.dataset, s.key.fingerprint, s.index)
     )
+    if leaving and not room:
+        return DrainPlan(why_not="no other node answers and takes shards")
     left = dict(room)
     moves: dict[VersionKey, dict[int, tuple[str, ...]]] = {}
     # First those that fit where the placement names them: others take only the room that is left.
