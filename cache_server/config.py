@@ -111,6 +111,16 @@ class NodeConfig(BaseModel):
         _described_as("a path"),
         Flag("Directory of the shards: on tmpfs or NVMe.", metavar="<path>"),
     ]
+    catalogue_dir: Annotated[
+        Path | None,
+        BeforeValidator(_not_empty),
+        _described_as("a path"),
+        Flag(
+            "On the coordinator: directory of what it must know after a restart, a few megabytes, "
+            "where the cache directory does not outlive the node. Default: the cache directory.",
+            metavar="<path>",
+        ),
+    ] = None
     bind: Annotated[Host, Flag("Address to listen on.")] = "127.0.0.1"
     insecure: Annotated[
         bool,

@@ -6,9 +6,11 @@ import shutil
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
 import pytest
 
 from cache_client import (
@@ -22,7 +24,7 @@ from cache_client import (
 from cache_server import LocalCluster
 from cache_server.local import LocalNode
 from tests.conftest import numbered_table, rows_of, write_numbered
-from tests.waiting import wait_until
+from tests.waiting import suspend, wait_until
 
 WAIT_S = 60.0
 NUM_ROWS, FILES = 6_000, 12  # each file becomes a shard
@@ -67,7 +69,7 @@ class ReadingJob:
 
     def __enter__(self) -> ReadingJob:
         self._thread.start()
-        wait_until(lambda: self.epochs, WAIT_S, f"an epoch of {self.dataset}")
+        wait_until(lambda: self.epochs or self.error, WAIT_S, f"an epoch of {self.dataset}")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -79,9 +81,11 @@ class ReadingJob:
         try:
             dataset = CacheIterableDataset(
                 self.dataset,
+                cache=Connection(self.endpoint, deadline_s=WAIT_S, local=False),
+                columns=["row"],
                 batch_size=50,
-                connection=Connection(self.endpoint, deadline_s=WAIT_S),
-                reading=Reading(local=False, window_rows=500),
+                shuffle=True,
+                reading=Reading(message_bytes=4096, prefetch_batches=8),
             )
             while not self._enough.is_set():
                 dataset.set_epoch(len(self.epochs))
@@ -139,6 +143,51 @@ def test_jobs_read_through_a_replacement_of_every_node(
         lambda: all(node.stored_shards for node in client.nodes()), WAIT_S, "shards on each node"
     )
     assert client.read("written").read_all().num_rows == NUM_ROWS
+
+
+@contextmanager
+def leaving_node(cluster: LocalCluster, directory: Path) -> Iterator[LocalNode]:
+    """One more node, which leaves at SIGTERM."""
+    settings = ["--leave-timeout-s", "600", "--drain-timeout-s", "1", "--allow-source", ""]
+    coordinator = ["--coordinator", cluster.nodes[0].control_location]
+    node = LocalNode(directory, [*settings, *coordinator], cluster.token)
+    node.start()
+    try:
+        client = CacheClient(cluster.endpoint)
+        wait_until(
+            lambda: node.node_id in {each.id for each in client.nodes() if each.alive},
+            WAIT_S,
+            "the node joins",
+        )
+        yield node
+    finally:
+        node.close()
+
+
+def test_a_node_that_is_stopped_moves_its_rows_before_it_ends(tmp_path: Path) -> None:
+    with LocalCluster(nodes=1) as cluster, leaving_node(cluster, tmp_path / "node") as node:
+        client = CacheClient(cluster.endpoint)
+        rows = numbered_table(NUM_ROWS)
+        written = client.write("written", rows, target_shard_bytes=4096)
+        assert any(node.node_id in nodes for nodes in written.placement.values())
+
+        assert node.stop() == 0
+        assert "node left" in node.log_tail()
+        shutil.rmtree(node.cache_dir)
+        assert client.read("written").read_all().sort_by("row").equals(rows)
+
+
+def test_a_second_signal_ends_a_node_that_leaves_at_once(tmp_path: Path) -> None:
+    with LocalCluster(nodes=1) as cluster, leaving_node(cluster, tmp_path / "node") as node:
+        CacheClient(cluster.endpoint).write("written", numbered_table(NUM_ROWS))
+        process, coordinator = psutil.Process(node.pid), psutil.Process(cluster.nodes[0].pid)
+        suspend(coordinator)
+        process.terminate()
+        wait_until(lambda: "node leaves" in node.log_tail(), WAIT_S, "the node leaves")
+        process.terminate()
+        wait_until(lambda: node.exit_code == 0, WAIT_S, "the node ends")
+        assert "node down" in node.log_tail() and "did not answer for" not in node.log_tail()
+        coordinator.resume()
 
 
 def test_a_drain_that_cannot_fit_says_so_and_leaves_all_as_it_was(tmp_path: Path) -> None:

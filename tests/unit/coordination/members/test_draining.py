@@ -13,7 +13,6 @@ from cache_server.coordination.members.drains import find_node
 from tests.fake_nodes import (
     SHARDS,
     Clock,
-    FakeNode,
     homes,
     make_coordinator,
     serving,
