@@ -34,7 +34,7 @@ def nodes(endpoint: Endpoint = None, timeout_s: TimeoutS = 30.0, as_json: AsJson
         [
             [
                 node.id,
-                node.state,
+                _alive(node),
                 node.flight_location,
                 str(node.stored_shards),
                 size(node.stored_bytes),
@@ -69,7 +69,7 @@ def drain(
             show_line(f"node {info.id}: {left}")
 
     info = client_of(endpoint, timeout_s=timeout_s).drain(
-        node, deadline_s=deadline_s, on_progress=(lambda _: None) if as_json else tell
+        node, deadline_s=deadline_s, on_progress=None if as_json else tell
     )
     if as_json:
         print_json(asdict(info))
@@ -86,6 +86,15 @@ def undrain(
         print_json(asdict(info))
     else:
         show_line(f"node {info.id} takes shards")
+
+
+def _alive(node: NodeInfo) -> str:
+    """Whether a node answers, and how far it is drained."""
+    if not node.alive:
+        return "untrusted" if node.untrusted else "no"
+    if node.drain is None:
+        return "yes"
+    return "drained" if node.drain.done else f"draining: {node.drain.shards_left} left"
 
 
 def seconds_of(text: str) -> float:

@@ -408,7 +408,7 @@ class CacheClient:
         node: str,
         *,
         deadline_s: float | None = None,
-        on_progress: Callable[[NodeInfo], None] = lambda info: None,
+        on_progress: Callable[[NodeInfo], None] | None = None,
     ) -> NodeInfo:
         """Moves the shards of a node to other nodes, and waits until these serve them.
 

@@ -17,7 +17,7 @@ def wait_until_drained(
     node: NodeInfo,
     look: Callable[[], Sequence[NodeInfo]],
     deadline_s: float | None,
-    on_progress: Callable[[NodeInfo], None],
+    on_progress: Callable[[NodeInfo], None] | None = None,
 ) -> NodeInfo:
     """Waits until a drain is done; returns the node then.
 
@@ -32,7 +32,8 @@ def wait_until_drained(
     """
     deadline = time.monotonic() + (math.inf if deadline_s is None else deadline_s)
     while True:
-        on_progress(node)
+        if on_progress is not None:
+            on_progress(node)
         if not node.alive:
             raise NodeUnavailableError(f"node {node.id} was lost while it was drained")
         if node.drain is None:

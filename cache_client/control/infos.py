@@ -122,15 +122,6 @@ class NodeInfo:
     untrusted: str = ""
     drain: DrainInfo | None = None
 
-    @property
-    def state(self) -> str:
-        """In a few words, for people."""
-        if not self.alive:
-            return "untrusted" if self.untrusted else "no"
-        if self.drain is None:
-            return "yes"
-        return "drained" if self.drain.done else f"draining: {self.drain.shards_left} left"
-
 
 def node_info(node: pb.Node) -> NodeInfo:
     """The record of a message."""

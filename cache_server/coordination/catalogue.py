@@ -30,7 +30,6 @@ from google.protobuf import json_format
 from cache_protocol.errors import CacheError, InvalidTicketError, LoadError, from_proto, to_proto
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.auth.principals import Viewer
-from cache_server.coordination.members.drain_plan import Moves
 from cache_server.plan.pinned_version import PinnedVersion, split_to_proto
 from cache_server.shards import checked_names, state_files
 from cache_server.shards.disk import remove_file
@@ -40,6 +39,7 @@ logger = logging.getLogger(__name__)
 
 _FORMAT = 5  # of an entry; raise it with every addition
 _T = TypeVar("_T")
+Moves = Mapping[VersionKey, Mapping[int, tuple[str, ...]]]  # -> shard -> its homes
 _WRONG = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
 
