@@ -44,6 +44,7 @@ from cache_client.cli.display import (
 )
 from cache_client.cli.doctor import examine
 from cache_client.cli.job_commands import audit_job, jobs, rows, top
+from cache_client.cli.node_commands import drain, nodes, undrain
 from cache_client.cli.stats_command import stats
 from cache_client.cli.step_rows import NotShownError
 from cache_client.control.client import MAX_MEMORY_BYTES, MAX_NODES, CacheClient
@@ -275,6 +276,9 @@ def _dataset_rows(datasets: list[DatasetInfo]) -> list[list[str]]:
     ]
 
 
+app.command()(nodes)
+app.command()(drain)
+app.command()(undrain)
 app.command()(jobs)
 app.command()(top)
 app.command("audit")(audit_job)
@@ -317,30 +321,6 @@ def drop(
         print_json({"dropped": name})
     else:
         console.print(f"dropped {name}")
-
-
-@app.command()
-def nodes(endpoint: Endpoint = None, timeout_s: TimeoutS = 30.0, as_json: AsJson = False) -> None:
-    """List the cache nodes."""
-    found = client_of(endpoint, timeout_s=timeout_s).nodes()
-    if as_json:
-        print_json([asdict(node) for node in found])
-        return
-    show_rows(
-        ["node", "alive", "flight", "shards", "stored", "limit", "cache dir"],
-        [
-            [
-                node.id,
-                "yes" if node.alive else "untrusted" if node.untrusted else "no",
-                node.flight_location,
-                str(node.stored_shards),
-                size(node.stored_bytes),
-                size(node.memory_limit_bytes) if node.memory_limit_bytes else "none",
-                node.cache_dir,
-            ]
-            for node in found
-        ],
-    )
 
 
 @app.command()

@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -153,6 +154,8 @@ def serve(
             raise
         # The parent is gone, so standard input ends too.
     stop.wait()
+    if stop.by_signal and config.leave_timeout_s:
+        stop.wait_for(server.leave)
     drained = server.close()
     if ephemeral and stop.parent_is_gone:
         _remove(config.cache_dir)
@@ -374,6 +377,18 @@ class _Stop:
 
     def wait(self) -> None:
         """Waits for a reason to stop."""
+        self._signals.wait()
+
+    def wait_for(self, action: Callable[[], None]) -> None:
+        """Waits for an action in another thread, or for another reason to stop."""
+
+        def act() -> None:
+            try:
+                action()
+            finally:
+                self._signals.wake()
+
+        threading.Thread(target=act, name="leave", daemon=True).start()
         self._signals.wait()
 
     def fail(self, error: CacheError) -> None:

@@ -111,6 +111,16 @@ class NodeConfig(BaseModel):
         _described_as("a path"),
         Flag("Directory of the shards: on tmpfs or NVMe.", metavar="<path>"),
     ]
+    catalogue_dir: Annotated[
+        Path | None,
+        BeforeValidator(_not_empty),
+        _described_as("a path"),
+        Flag(
+            "On the coordinator: directory of what it must know after a restart, a few megabytes, "
+            "where the cache directory does not outlive the node. Default: the cache directory.",
+            metavar="<path>",
+        ),
+    ] = None
     bind: Annotated[Host, Flag("Address to listen on.")] = "127.0.0.1"
     insecure: Annotated[
         bool,
@@ -269,6 +279,13 @@ class NodeConfig(BaseModel):
     drain_timeout_s: Annotated[Seconds, Flag("Seconds to wait for running calls at shutdown.")] = (
         5.0
     )
+    leave_timeout_s: Annotated[
+        Lease,
+        Flag(
+            "Seconds after SIGTERM in which other nodes may take over the shards of this node, "
+            "before it stops; 0: it stops at once. A second SIGTERM also stops it at once."
+        ),
+    ] = 0.0
 
     @property
     def host(self) -> str:

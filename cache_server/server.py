@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -55,6 +56,7 @@ _KEYS_TIMEOUT_S = 20.0  # for the keys of callers, at the start
 _MOST_RANKS = 1024  # of a job, on the page: 60 ms
 _MIN_STOP_TIMEOUT_S = 0.5  # for each part of a node that stops
 _OWN_TOKEN_RETRY_S = 0.5
+_LINGER_S = 1.0  # of a coordinator whose shards were moved
 
 
 class CacheServer:
@@ -96,7 +98,7 @@ class CacheServer:
             )
             self.node_id = store.node_id
             if config.is_coordinator:
-                _refuse_shards_of_others(store)
+                _refuse_shards_of_others(store, Catalogue(_catalogue_dir(config)))
             self._listen(stack)
             sources = AllowedSources(config.allow_source)
             stack.enter_context(gate.opened(sources))
@@ -218,7 +220,7 @@ class CacheServer:
         self, stack: ExitStack, store: ShardStore, sources: AllowedSources
     ) -> Coordinator:
         coordinator = Coordinator(
-            Catalogue(store.cache_dir),
+            Catalogue(_catalogue_dir(self._config)),
             sources=sources,
             endpoints=self.endpoints,
             heartbeat_interval_s=self._config.heartbeat_interval_s,
@@ -235,6 +237,23 @@ class CacheServer:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def leave(self) -> None:
+        """Moves the shards of this node to other nodes, for ``leave_timeout_s`` at most.
+
+        It serves meanwhile. Ends early when `close` is called by another thread.
+        """
+        begun = time.monotonic()
+        logger.info("node leaves id=%s timeout_s=%g", self.node_id, self._config.leave_timeout_s)
+        reason = self._node.leave(self._config.leave_timeout_s)
+        elapsed_s = time.monotonic() - begun
+        if reason:
+            logger.warning("node ends with shards id=%s reason=%s", self.node_id, reason)
+            return
+        logger.info("node left id=%s seconds=%.1f", self.node_id, elapsed_s)
+        if self._config.is_coordinator and elapsed_s > _LINGER_S:
+            # Something was moved. Readers that come here for it still learn where it is.
+            time.sleep(_LINGER_S)
 
     def close(self) -> bool:
         """Stops; returns whether every call, plan and load ended within the drain timeout.
@@ -412,9 +431,13 @@ def _own_principal(authenticator: Authenticator, own: Credentials) -> Principal:
             time.sleep(_OWN_TOKEN_RETRY_S)
 
 
-def _refuse_shards_of_others(store: ShardStore) -> None:
+def _catalogue_dir(config: NodeConfig) -> Path:
+    return (config.catalogue_dir or config.cache_dir).absolute()
+
+
+def _refuse_shards_of_others(store: ShardStore, catalogue: Catalogue) -> None:
     """Refuses the directory of another cache: a new coordinator would remove its shards."""
-    if store.stored_bytes and not Catalogue(store.cache_dir).exists():
+    if store.stored_bytes and not catalogue.exists():
         raise ConfigError(
             f"cache_dir {store.cache_dir} holds {store.stored_bytes} bytes of a cache with another "
             "coordinator: set that coordinator, or empty the directory"

@@ -39,6 +39,8 @@ class FakeNode:
         idle_s: since rows were read here; None: never.
         loads: how many shards it has loaded or copied so far.
         shared: how many shards it took over from another version.
+        process: of the node; changes when it starts again.
+        leaving: it ends soon.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class FakeNode:
         self.rows_of: dict[int, int] = {}
         self.shard_bytes = 100
         self.idle_s: float | None = None
+        self.process, self.leaving = "", False
         self._number = 0  # of the last report
         self._known: pb.HeartbeatRequest | None = None  # the report that the coordinator has
         self._answer = pb.HeartbeatResponse()  # the last one
@@ -91,6 +94,8 @@ class FakeNode:
             node=pb.Node(
                 id=self.id,
                 flight_location=self.location,
+                process=self.process,
+                leaving=self.leaving,
                 memory_limit_bytes=self.limit_bytes,
                 stored_bytes=self.shard_bytes
                 * len({id(shard) for held in self.sealed.values() for shard in held.values()}),
@@ -174,6 +179,11 @@ class FakeNode:
         )
         again.sealed = {key: dict(shards) for key, shards in self.sealed.items() if shards}
         return again
+
+    @property
+    def drain(self) -> pb.Drain:
+        """What the coordinator says of its drain now."""
+        return self.coordinator.heartbeat(self.report(), by=self.by).drain
 
     def holds(self, dataset: str) -> set[int]:
         return {

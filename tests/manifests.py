@@ -168,6 +168,8 @@ def mounts_have_volumes(thing: Json) -> Iterator[str]:
     """
     policies = job_set(thing).get("volumeClaimPolicies", ()) if is_runtime(thing) else ()
     claims = [claim["metadata"]["name"] for each in policies for claim in each["templates"]]
+    if thing["kind"] == "StatefulSet":  # its controller adds the volumes
+        claims += [c["metadata"]["name"] for c in thing["spec"].get("volumeClaimTemplates", ())]
     mounted = set()
     for name, pod in pods(thing):
         volumes = [volume["name"] for volume in pod["spec"].get("volumes", ())]

@@ -12,6 +12,7 @@ import pyarrow as pa
 
 from cache_client.control.commits import Commits
 from cache_client.control.coordinator import Coordinator
+from cache_client.control.drains import wait_until_drained
 from cache_client.control.forecast import LoadForecast
 from cache_client.control.forecast import from_proto as forecast_from_proto
 from cache_client.control.infos import (
@@ -21,6 +22,7 @@ from cache_client.control.infos import (
     NodeInfo,
     dataset_info,
     job_info,
+    node_info,
 )
 from cache_client.control.loads import create, listeners_of, wait_until_loaded
 from cache_client.control.row_reads import checked_name, read_rows
@@ -49,7 +51,6 @@ from cache_protocol.errors import (
 from cache_protocol.storage.layout import Layout, schema_from_bytes
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.wire.load_progress import LoadMeter, LoadReport
-from cache_protocol.wire.records import record
 
 MAX_NODES = 100_000  # of a plan, whose answer has an entry for each node
 MAX_MEMORY_BYTES = 2**64 - 1  # uint64 on the wire
@@ -400,11 +401,42 @@ class CacheClient:
     def cache_status(self) -> CacheStatus:
         """The nodes that the coordinator knows, and its clock."""
         response = self._coordinator.ask("ListNodes", pb.ListNodesRequest())
-        nodes = tuple(
-            record(NodeInfo, node, memory_limit_bytes=node.memory_limit_bytes or None)
-            for node in response.nodes
+        return CacheStatus(tuple(map(node_info, response.nodes)), response.now_s)
+
+    def drain(
+        self,
+        node: str,
+        *,
+        deadline_s: float | None = None,
+        on_progress: Callable[[NodeInfo], None] | None = None,
+    ) -> NodeInfo:
+        """Moves the shards of a node to other nodes, and waits until these serve them.
+
+        The node takes no new shards, and serves its own meanwhile. The drain lasts until `undrain`,
+        or until the node starts again.
+
+        Args:
+            node: its id, endpoint or host, or the first label of its host, such as a pod's name.
+            deadline_s: to wait; None: without a limit.
+            on_progress: called with the node about twice a second.
+
+        Raises:
+            RequestError: no such node, or its shards do not fit on the others. Nothing is moved.
+            NotReadyError: it is not done by the deadline. The drain continues.
+            NodeUnavailableError: the node was lost, or the coordinator does not answer.
+        """
+        problems = [] if deadline_s is None else seconds_problems("deadline_s", deadline_s)
+        if problems := problems + function_problems("on_progress", on_progress):
+            raise ConfigError("; ".join(problems))
+        request = pb.DrainNodeRequest(node=node)
+        info = node_info(self._coordinator.ask("DrainNode", request).node)
+        return wait_until_drained(info, self.nodes, deadline_s, on_progress)
+
+    def undrain(self, node: str) -> NodeInfo:
+        """Ends a drain: the node takes shards again. The arguments are those of `drain`."""
+        return node_info(
+            self._coordinator.ask("UndrainNode", pb.UndrainNodeRequest(node=node)).node
         )
-        return CacheStatus(nodes, response.now_s)
 
     def jobs(self, name: str = "", *, audits: bool = False) -> list[JobInfo]:
         """The jobs that read from this cache, as their readers report; live ones first.

@@ -84,6 +84,22 @@ class DatasetInfo:
 
 
 @dataclass(frozen=True)
+class DrainInfo:
+    """How far the shards of a node were moved to other nodes.
+
+    Attributes:
+        done: other nodes serve everything that it had.
+        shards_left, bytes_left: on this node, and not served by those that take them.
+        waits: what cannot be moved now, and why; empty: nothing.
+    """
+
+    done: bool
+    shards_left: int
+    bytes_left: int
+    waits: str = ""
+
+
+@dataclass(frozen=True)
 class NodeInfo:
     """One cache node.
 
@@ -92,6 +108,7 @@ class NodeInfo:
         version: of its package; empty if it was not heard yet.
         untrusted: why the coordinator ignores the node; empty: it does not.
         name: host name of its machine, or of its pod.
+        drain: of the node; None: it is not drained.
     """
 
     id: str
@@ -105,6 +122,17 @@ class NodeInfo:
     version: str = ""
     untrusted: str = ""
     name: str = ""
+    drain: DrainInfo | None = None
+
+
+def node_info(node: pb.Node) -> NodeInfo:
+    """The record of a message."""
+    return record(
+        NodeInfo,
+        node,
+        memory_limit_bytes=node.memory_limit_bytes or None,
+        drain=record(DrainInfo, node.drain) if node.HasField("drain") else None,
+    )
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,8 @@ ROLES: Mapping[str, Role | None] = {
     f"grpc {_COORDINATOR}AbortWrite": Role.WRITER,
     f"grpc {_COORDINATOR}GetWriteSchema": Role.NODE,
     f"grpc {_COORDINATOR}ListNodes": Role.READER,
+    f"grpc {_COORDINATOR}DrainNode": Role.ADMIN,
+    f"grpc {_COORDINATOR}UndrainNode": Role.ADMIN,
     f"grpc {_COORDINATOR}ListJobs": Role.READER,
     f"grpc {_COORDINATOR}Heartbeat": Role.NODE,
     # Probes of Kubernetes send no token. The answers say only whether the node lives or is ready.

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from cache_protocol.errors import DatasetNotFoundError, LoadError, NotReadyError
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.auth.principals import EVERYTHING, Viewer
 from cache_server.coordination.catalogue import Catalogue
-from cache_server.coordination.holdings.capacity import check_capacity
+from cache_server.coordination.holdings.capacity import check_capacity, room_on
 from cache_server.coordination.holdings.holder_checks import HolderChecks
 from cache_server.coordination.holdings.holdings import Holdings
 from cache_server.coordination.holdings.views import Views, as_seen_by
 from cache_server.coordination.members.clusters import Clusters
+from cache_server.coordination.members.drains import Drains
 from cache_server.coordination.members.membership import Membership
 from cache_server.coordination.versions.forecast import LoadRate
 from cache_server.coordination.versions.orphans import Orphans
@@ -64,7 +65,8 @@ class CacheState:
         self.load_rate = LoadRate()
         self.versions = Versions(catalogue.read(), clock(), catalogue.damaged)
         self.membership = Membership(catalogue, node_timeout_s, clock)
-        self.clusters = Clusters(self.membership)
+        self.drains = Drains(catalogue)
+        self.clusters = Clusters(self.membership, drains=self.drains)
         self.views = Views(self.versions, self.membership.members, checks, lease_s)
         self.writes = Writes(self.membership.members, clock)
         self.orphans = Orphans(
@@ -121,6 +123,12 @@ class CacheState:
                 self._will_be_removed(other, actual) or (other == key and not lasts)
             ),
         )
+
+    def room_on(self, node_ids: Collection[str]) -> dict[str, int | None]:
+        """Free bytes of nodes; see `capacity.room_on`."""
+        members = {node_id: self.membership.members[node_id] for node_id in node_ids}
+        views = [self.holdings(version) for version in self.versions.values()]
+        return room_on(views, members, self._will_be_removed)
 
     def _will_be_removed(self, key: VersionKey, actual: pb.ActualDataset) -> bool:
         """Whether a node removes a version at its next heartbeat."""

@@ -5,6 +5,7 @@
 <cache_dir>/.catalogue/<dataset>@<fingerprint>.log     the groups in which its shards were sealed
 <cache_dir>/.members.json                              the nodes that ever joined
 <cache_dir>/.proven-members.json                       those that hold a shard for certain
+<cache_dir>/.drains.json                               those that are drained
 <cache_dir>/.dropped.json                              dropped versions, with their attempts
 <cache_dir>/.catalogue-made                            empty; its time is the first start
 
@@ -38,6 +39,7 @@ logger = logging.getLogger(__name__)
 
 _FORMAT = 5  # of an entry; raise it with every addition
 _T = TypeVar("_T")
+Moves = Mapping[VersionKey, Mapping[int, tuple[str, ...]]]  # -> shard -> its homes
 _WRONG = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
 
@@ -166,6 +168,7 @@ class Catalogue:
         self._entries = directory / ".catalogue"
         self._members = directory / ".members.json"
         self._proven = directory / ".proven-members.json"
+        self._drains = directory / ".drains.json"
         self._dropped = directory / ".dropped.json"
         self._made = directory / ".catalogue-made"
 
@@ -330,6 +333,26 @@ class Catalogue:
         """Their ids; empty if the file cannot be read."""
         return _read_names(self._proven, "proven")
 
+    def write_drains(self, drains: Mapping[str, tuple[str, Moves]]) -> None:
+        """Writes the drained nodes, each with its process and the homes of moved shards.
+
+        Raises:
+            OSError: as `write`.
+        """
+        rows = [
+            [node_id, process, _moves_to_json(moves)]
+            for node_id, (process, moves) in drains.items()
+        ]
+        _write_value(self._drains, "drains", rows)
+
+    def read_drains(self) -> dict[str, tuple[str, Moves]]:
+        """The drained nodes; empty if the file cannot be read."""
+
+        def decode(rows: Any) -> dict[str, tuple[str, Moves]]:
+            return {str(n): (str(process), _moves_from_json(moves)) for n, process, moves in rows}
+
+        return _read_value(self._drains, "drains", decode, {})
+
     def write_dropped(self, attempts: Mapping[VersionKey, int]) -> None:
         """Writes the dropped versions, with the last attempt of each, in this order.
 
@@ -355,6 +378,22 @@ class Catalogue:
 
     def _path(self, key: VersionKey) -> Path:
         return self._entries / f"{key.folder}@{key.fingerprint}.json"
+
+
+def _moves_to_json(moves: Moves) -> list[Any]:
+    return [
+        [key.dataset, key.fingerprint, index, homes]
+        for key, of_version in moves.items()
+        for index, homes in of_version.items()
+    ]
+
+
+def _moves_from_json(rows: Any) -> Moves:
+    moves: dict[VersionKey, dict[int, tuple[str, ...]]] = {}
+    for dataset, fingerprint, index, homes in rows:
+        key = VersionKey(str(dataset), str(fingerprint))
+        moves.setdefault(key, {})[int(index)] = tuple(map(str, homes))
+    return moves
 
 
 def _read_names(path: Path, name: str) -> list[str]:

@@ -39,11 +39,11 @@ class Commits:
             NotReadyError: no node answers yet.
         """
         with self._state.changed:
-            alive = self._state.membership.alive()
+            takers = self._state.clusters.look().takers & self._state.membership.alive()
             nodes = [
                 node
                 for node in self._state.membership.nodes()
-                if node.id in alive and node.flight_location
+                if node.id in takers and node.flight_location
             ]
             if not nodes:
                 raise NotReadyError("no node can take rows yet")

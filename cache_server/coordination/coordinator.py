@@ -16,6 +16,7 @@ from cache_server.coordination.cache_state import CacheState
 from cache_server.coordination.catalogue import Catalogue
 from cache_server.coordination.claims import Claims
 from cache_server.coordination.commits import Commits
+from cache_server.coordination.draining import Draining
 from cache_server.coordination.heartbeats import Heartbeats
 from cache_server.coordination.holdings.holder_checks import HolderChecks
 from cache_server.coordination.loads import Loads
@@ -46,6 +47,7 @@ class Coordinator:
         create, attach, plan: loads; see `Loads`.
         begin_write, write_schema, commit_write, abort_write: writes; see `Commits`.
         get, failure, datasets, summaries, watch, delete: versions; see `Readers`.
+        drain, undrain, nodes: every known node, and their drains; see `Draining`.
         heartbeat: the report of a node; see `Heartbeats.apply`.
         next_check, apply_check: the second reader; see `Claims`.
     """
@@ -84,7 +86,11 @@ class Coordinator:
         self.get, self.failure, self.watch = readers.get, readers.failure, readers.watch
         self.datasets, self.summaries = readers.datasets, readers.summaries
         self.delete = readers.delete
-        heartbeats = Heartbeats(self.state, claims, self.jobs, endpoints, heartbeat_interval_s)
+        draining = Draining(self.state)
+        self.drain, self.undrain, self.nodes = draining.drain, draining.undrain, draining.nodes
+        heartbeats = Heartbeats(
+            self.state, claims, draining, self.jobs, endpoints, heartbeat_interval_s
+        )
         self.heartbeat = heartbeats.apply
 
     def close(self) -> None:
@@ -110,11 +116,6 @@ class Coordinator:
         """
         with self.state.changed:
             self.state.expected = dataset
-
-    def nodes(self) -> list[pb.Node]:
-        """Every known node, by id."""
-        with self.state.changed:
-            return self.state.membership.nodes()
 
     def knows(self, node_id: str) -> bool:
         """Whether a node is a member that was called back, or that of this process."""

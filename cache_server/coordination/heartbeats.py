@@ -10,6 +10,7 @@ from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.auth.principals import ANYONE, Principal
 from cache_server.coordination.cache_state import CacheState
 from cache_server.coordination.claims import Claims
+from cache_server.coordination.draining import Draining
 from cache_server.coordination.members.membership import Answer, Member
 from cache_server.jobs.jobs import Jobs
 from cache_server.jobs.reports import checked_report
@@ -20,6 +21,7 @@ class Heartbeats:
     """Applies heartbeats. Thread-safe.
 
     Args:
+        draining: moves shards away from nodes that leave.
         jobs: take the reports of readers.
         endpoints: of this coordinator.
         interval_s: of every node.
@@ -29,12 +31,14 @@ class Heartbeats:
         self,
         state: CacheState,
         claims: Claims,
+        draining: Draining,
         jobs: Jobs,
         endpoints: pb.CoordinatorEndpoints,
         interval_s: float,
     ) -> None:
         self._state = state
         self._claims = claims
+        self._draining = draining
         self._jobs = jobs
         self._endpoints = endpoints
         self._interval_s = interval_s
@@ -69,8 +73,11 @@ class Heartbeats:
             )
             self._take(member, believed=returns or member.is_own)
             self._state.settle()
+            refused = self._draining.apply_report(member)
             wanted = self._wanted(member)
             response = self._as_answer(member, wanted, known_to_node=request.answer)
+            if (drain := refused or self._draining.progress(request.node.id)) is not None:
+                response.drain.CopyFrom(drain)
         self._jobs.apply(reports)
         response.disagreements.extend(self._jobs.disagreements(reports))
         if member.has_news:

@@ -233,7 +233,9 @@ class Loads:
                 for index in same_shards(planned.version.shards or (), version.pinned.shards or ())
             }
             with self._state.changed:
-                alive = [node for node in self._state.membership.nodes() if node.alive]
+                takers = self._state.clusters.look().takers
+                nodes = self._state.membership.nodes()
+                alive = [node for node in nodes if node.alive and node.id in takers]
                 refusal = (
                     self._refusal(planned, by) if not (num_nodes or memory_limit_bytes) else ""
                 )

@@ -39,6 +39,7 @@ from cache_server.egress.allowed_sources import AllowedSources
 from cache_server.node.desired import DesiredState, DesiredVersion
 from cache_server.node.heartbeat_log import HeartbeatLog
 from cache_server.node.heartbeat_messages import DesiredDecoder, ReportEncoder, SealedShards
+from cache_server.node.leaving import Leaving
 from cache_server.node.load_memory import LoadMemory
 from cache_server.node.load_threads import LoadThreads
 from cache_server.node.loading import SpooledTables
@@ -163,6 +164,7 @@ class Node:
             store.free_bytes, expression_memory(container_bytes or MACHINE_BYTES, load_threads)
         )
         self._beats = threading.Condition()
+        self._leaving = Leaving()
         self._begun = self._answered = 0  # heartbeats
         schemas = WriteSchemas(link.write_schema)
         self._puts = Puts(store, self._memory, schemas, description.id, self._beat, self._stop)
@@ -189,6 +191,21 @@ class Node:
             self._threads.stop()
             for load in self._loads():
                 load.job.cancelled.set()
+
+    def leave(self, timeout_s: float) -> str:
+        """Asks the coordinator to move the shards of this node away, and waits for it.
+
+        Meanwhile the node serves as before. Ends early when `stop` is called.
+
+        Args:
+            timeout_s: for all of it.
+
+        Returns:
+            Why shards are still only here; empty: none is.
+        """
+        self.description.leaving = True
+        self.wake()
+        return self._leaving.wait(timeout_s, self._stop.is_set)
 
     def close(self, timeout_s: float | None = None) -> bool:
         """Stops, and waits until nothing writes. Sealed shards stay on disk.
@@ -419,7 +436,7 @@ class Node:
         log = HeartbeatLog()
         while not self._stop.is_set():
             self._wake.clear()
-            begun = time.perf_counter()
+            begun, begun_s = time.perf_counter(), time.monotonic()
             with self._beats:
                 self._begun += 1
             try:
@@ -435,6 +452,7 @@ class Node:
             except CacheError as error:
                 log.record_failure(error, joined=self._joined.is_set())
                 failed += 1
+                self._leaving.note_failure(begun_s)
                 interval = pause_s(failed, _FIRST_RETRY_S, _LONGEST_RETRY_S)
             except Exception:  # from a coordinator in this process, for example of a full disk
                 logger.exception("heartbeat failed, will be tried again")
@@ -451,6 +469,7 @@ class Node:
                     logger.exception("reconcile failed, will be tried again")
                     news = False
                 else:
+                    self._leaving.take(response.drain)
                     with self._beats:
                         self._answered = self._begun
                         self._beats.notify_all()

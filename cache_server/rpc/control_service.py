@@ -346,6 +346,20 @@ class CoordinatorServicer(cache_pb2_grpc.CoordinatorServicer):
         with _error_statuses(context):
             return pb.ListNodesResponse(nodes=self._coordinator.nodes(), now_s=time.time())
 
+    def DrainNode(
+        self, request: pb.DrainNodeRequest, context: grpc.ServicerContext
+    ) -> pb.DrainNodeResponse:
+        """Begins to move the shards of a node away."""
+        with _error_statuses(context):
+            return pb.DrainNodeResponse(node=self._coordinator.drain(request.node))
+
+    def UndrainNode(
+        self, request: pb.UndrainNodeRequest, context: grpc.ServicerContext
+    ) -> pb.UndrainNodeResponse:
+        """Lets a node take shards again."""
+        with _error_statuses(context):
+            return pb.UndrainNodeResponse(node=self._coordinator.undrain(request.node))
+
     def ListJobs(
         self, request: pb.ListJobsRequest, context: grpc.ServicerContext
     ) -> pb.ListJobsResponse:

@@ -101,7 +101,14 @@ def _of_cache(cache: CacheStatus) -> Iterator[Metric]:
     untrusted = sum(bool(node.untrusted) for node in cache.nodes)
     nodes.add_metric(["untrusted"], untrusted)
     nodes.add_metric(["lost"], len(cache.nodes) - alive - untrusted)
+    # Among the alive ones.
+    drained = [node for node in cache.nodes if node.alive and node.HasField("drain")]
+    done = sum(node.drain.done for node in drained)
+    nodes.add_metric(["draining"], len(drained) - done)
+    nodes.add_metric(["drained"], done)
     yield nodes
+    left = sum(node.drain.bytes_left for node in drained)
+    yield _gauge("drain_left_bytes", "Bytes of shards that drained nodes must still move.", left)
     what = "Catalogue entries that were set aside because they are damaged."
     yield _gauge("damaged_entries", what, cache.damaged_entries)
     state = GaugeMetricFamily(

@@ -95,7 +95,7 @@ def _of_cache(cache: CacheStatus, view: View) -> Iterator[str]:
     nodes = [
         [
             _label(node),
-            "alive" if node.alive else Alert("untrusted" if node.untrusted else "lost"),
+            _state(node),
             _memory_bar(node),
             f"{node.stored_shards:,}",
             node.flight_location,
@@ -106,6 +106,18 @@ def _of_cache(cache: CacheStatus, view: View) -> Iterator[str]:
     yield section("Datasets", ["dataset", "state", "loaded", "rows", "size", "shards"], datasets)
     yield section("Nodes", ["node", "state", "memory", "shards", "Flight"], nodes)
     yield "</div>"
+
+
+def _state(node: pb.Node) -> str:
+    """Of a node, in a few words."""
+    if not node.alive:
+        return Alert("untrusted" if node.untrusted else "lost")
+    if not node.HasField("drain"):
+        return "alive"
+    if node.drain.done:
+        return "drained"
+    waits = f"; waits: {node.drain.waits}" if node.drain.waits else ""
+    return f"draining: {node.drain.shards_left:,} shards left, {size(node.drain.bytes_left)}{waits}"
 
 
 def _problems(cache: CacheStatus, view: View) -> Iterator[str]:

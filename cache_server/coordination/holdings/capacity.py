@@ -60,6 +60,31 @@ def check_capacity(
         )
 
 
+def room_on(
+    views: Iterable[Holdings],
+    members: Mapping[str, Member],
+    will_be_removed: Callable[[VersionKey, pb.ActualDataset], bool],
+) -> dict[str, int | None]:
+    """Free bytes of each node beside stored shards and running loads; None: it has no limit.
+
+    Args:
+        views: of every version.
+        members: the nodes to look at.
+        will_be_removed: see `check_capacity`.
+    """
+    awaited: Counter[str] = Counter()
+    for view in views:
+        awaited.update(view.missing_bytes())
+    return {
+        node_id: member.node.memory_limit_bytes
+        - _lasting_bytes(member, will_be_removed)
+        - awaited[node_id]
+        if member.node.memory_limit_bytes
+        else None
+        for node_id, member in members.items()
+    }
+
+
 def _are_lost(node_ids: Set[str]) -> str:
     if not node_ids:
         return ""

@@ -188,6 +188,11 @@ class Holdings:
         """Whether every live node has reported since the coordinator started."""
         return all(self._members[node_id].node.flight_location for node_id in self._alive)
 
+    @property
+    def _may_be_held(self) -> bool:
+        """Whether shards without a holder may be on nodes that a new coordinator has not heard."""
+        return self.version.state is State.SERVED and not self._all_reported()
+
     def _contradicts(self, shard: pb.ActualShard) -> bool:
         return (
             shard.sealed and shard.index in self.version.sealed and not self.version.agrees(shard)
@@ -295,9 +300,13 @@ class Holdings:
                 pinned.spec.replicas,
                 wanted=self.version.homes if num_shards == len(self.version.homes) else (),
             )
+            if moved := self._cluster.moved(pinned.key):
+                placement = tuple(moved.get(i, homes) for i, homes in enumerate(placement))
             if pinned.is_written:
+                # Until it is served, rows stay on the node that they were put on.
+                keep = self._cluster.takers if self.version.state is State.SERVED else self._alive
                 placement = tuple(
-                    _where_held(homes, self._rows_on(index))
+                    _where_held(homes, self._rows_on(index) & keep)
                     for index, homes in enumerate(placement)
                 )
             self._placements[num_shards] = placement
@@ -388,6 +397,7 @@ class Holdings:
                 or version.lacks_secrets
                 or index in loading
                 or index in self._given_up
+                or self._may_be_held
             ):
                 continue
             elif self.loader(index) == node_id:
@@ -416,7 +426,7 @@ class Holdings:
     ) -> None:
         """Asks one node to run a whole query, the first time or for lost shards."""
         version = self.version
-        if version.lacks_secrets or WHOLE_QUERY in self._given_up:
+        if version.lacks_secrets or WHOLE_QUERY in self._given_up or self._may_be_held:
             return
         wrong = {shard.index for shard in self.last_report(node_id).shards if shard.sealed}
         missing = [i for i in range(version.num_shards or 0) if i not in {*sealed_on, *wrong}]

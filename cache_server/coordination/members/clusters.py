@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
+from cache_server.coordination.members.drains import Drain, Drains
 from cache_server.coordination.members.membership import Membership
 from cache_server.coordination.members.placement import place
+from cache_server.shards.version_key import VersionKey
 
 _TIMES_PLACING = 5  # so placing takes at most a fifth of the time
 _LONGEST_WAIT_S = 60.0
@@ -38,11 +41,27 @@ class Cluster:
         names: ids of all members, sorted.
         alive: ids of those that answer.
         spent: takes the time of placements.
+        drains: of nodes that take no shards.
     """
 
     names: tuple[str, ...]
     alive: frozenset[str]
     spent: PlacingTime = field(default_factory=PlacingTime)
+    drains: Mapping[str, Drain] = field(default_factory=dict)
+
+    @cached_property
+    def takers(self) -> frozenset[str]:
+        """The nodes that shards are placed on: while all are drained, they keep what they have."""
+        return self.alive - self.drains.keys() or self.alive
+
+    def moved(self, key: VersionKey) -> Mapping[int, tuple[str, ...]]:
+        """The homes of the shards of a version that a drain put elsewhere."""
+        moved: dict[int, tuple[str, ...]] = {}
+        for drain in self.drains.values():
+            for index, homes in drain.moves.get(key, {}).items():
+                if self.takers.issuperset(homes):
+                    moved[index] = homes
+        return moved
 
     def place(
         self,
@@ -54,7 +73,7 @@ class Cluster:
         """The nodes that should hold each shard; see `placement.place`."""
         used_s = time.thread_time()
         placement = place(
-            fingerprint, num_shards, self.names, replicas, alive=self.alive, wanted=wanted
+            fingerprint, num_shards, self.names, replicas, alive=self.takers, wanted=wanted
         )
         self.spent.took_s += time.thread_time() - used_s
         return placement
@@ -64,13 +83,19 @@ class Clusters:
     """Looks at the members for placements. One thread at a time.
 
     Args:
+        membership: the members.
         clock: seconds of real time.
+        drains: of nodes that take no shards; None: there is none.
     """
 
     def __init__(
-        self, membership: Membership, clock: Callable[[], float] = time.perf_counter
+        self,
+        membership: Membership,
+        clock: Callable[[], float] = time.perf_counter,
+        drains: Drains | None = None,
     ) -> None:
         self._membership = membership
+        self._drains = drains
         self._clock = clock
         self._cluster = Cluster((), frozenset())
         self._looked_at = -math.inf
@@ -84,7 +109,8 @@ class Clusters:
         wait_s = _TIMES_PLACING * took_s if took_s > _UNNOTICED_S else 0.0
         now = self._clock()
         if now - self._looked_at >= min(wait_s, _LONGEST_WAIT_S):
-            self._cluster = Cluster(names, alive)
+            drains = {} if self._drains is None else self._drains.by_node
+            self._cluster = Cluster(names, alive, drains=drains)
             self._looked_at = now
         return self._cluster
 

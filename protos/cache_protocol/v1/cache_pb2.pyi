@@ -640,6 +640,8 @@ class Node(google.protobuf.message.Message):
     VERSION_FIELD_NUMBER: builtins.int
     UNTRUSTED_FIELD_NUMBER: builtins.int
     NAME_FIELD_NUMBER: builtins.int
+    DRAIN_FIELD_NUMBER: builtins.int
+    LEAVING_FIELD_NUMBER: builtins.int
     id: builtins.str
     flight_location: builtins.str
     """grpc://host:port"""
@@ -659,6 +661,12 @@ class Node(google.protobuf.message.Message):
     """why the coordinator ignores it: it contradicted other nodes"""
     name: builtins.str
     """host name of its machine, which is that of its pod; for people"""
+    leaving: builtins.bool
+    """set by a node that ends soon: its shards are moved away"""
+    @property
+    def drain(self) -> Global___Drain:
+        """set by the coordinator while it moves the shards of the node away"""
+
     def __init__(
         self,
         *,
@@ -674,10 +682,47 @@ class Node(google.protobuf.message.Message):
         version: builtins.str = ...,
         untrusted: builtins.str = ...,
         name: builtins.str = ...,
+        drain: Global___Drain | None = ...,
+        leaving: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["alive", b"alive", "cache_dir", b"cache_dir", "control_location", b"control_location", "flight_location", b"flight_location", "id", b"id", "memory_limit_bytes", b"memory_limit_bytes", "name", b"name", "process", b"process", "stored_bytes", b"stored_bytes", "stored_shards", b"stored_shards", "untrusted", b"untrusted", "version", b"version"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["drain", b"drain"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["alive", b"alive", "cache_dir", b"cache_dir", "control_location", b"control_location", "drain", b"drain", "flight_location", b"flight_location", "id", b"id", "leaving", b"leaving", "memory_limit_bytes", b"memory_limit_bytes", "name", b"name", "process", b"process", "stored_bytes", b"stored_bytes", "stored_shards", b"stored_shards", "untrusted", b"untrusted", "version", b"version"]) -> None: ...
 
 Global___Node: typing_extensions.TypeAlias = Node
+
+@typing.final
+class Drain(google.protobuf.message.Message):
+    """How far the shards of a node were moved to other nodes."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SHARDS_LEFT_FIELD_NUMBER: builtins.int
+    BYTES_LEFT_FIELD_NUMBER: builtins.int
+    WAITS_FIELD_NUMBER: builtins.int
+    DONE_FIELD_NUMBER: builtins.int
+    REFUSED_FIELD_NUMBER: builtins.int
+    shards_left: builtins.int
+    """on this node, and not served by those that take them"""
+    bytes_left: builtins.int
+    """of these"""
+    waits: builtins.str
+    """what cannot be moved now, and why; empty: nothing"""
+    done: builtins.bool
+    """other nodes serve everything that it had"""
+    refused: builtins.str
+    """to a node that leaves: why nothing is moved; empty: it is"""
+    def __init__(
+        self,
+        *,
+        shards_left: builtins.int = ...,
+        bytes_left: builtins.int = ...,
+        waits: builtins.str = ...,
+        done: builtins.bool = ...,
+        refused: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes_left", b"bytes_left", "done", b"done", "refused", b"refused", "shards_left", b"shards_left", "waits", b"waits"]) -> None: ...
+
+Global___Drain: typing_extensions.TypeAlias = Drain
 
 @typing.final
 class ReadRequest(google.protobuf.message.Message):
@@ -1478,6 +1523,72 @@ class ListNodesResponse(google.protobuf.message.Message):
 Global___ListNodesResponse: typing_extensions.TypeAlias = ListNodesResponse
 
 @typing.final
+class DrainNodeRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NODE_FIELD_NUMBER: builtins.int
+    node: builtins.str
+    """its id, its Flight or control endpoint, its host, or the first label of it"""
+    def __init__(
+        self,
+        *,
+        node: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["node", b"node"]) -> None: ...
+
+Global___DrainNodeRequest: typing_extensions.TypeAlias = DrainNodeRequest
+
+@typing.final
+class DrainNodeResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NODE_FIELD_NUMBER: builtins.int
+    @property
+    def node(self) -> Global___Node: ...
+    def __init__(
+        self,
+        *,
+        node: Global___Node | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["node", b"node"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["node", b"node"]) -> None: ...
+
+Global___DrainNodeResponse: typing_extensions.TypeAlias = DrainNodeResponse
+
+@typing.final
+class UndrainNodeRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NODE_FIELD_NUMBER: builtins.int
+    node: builtins.str
+    """as in DrainNodeRequest"""
+    def __init__(
+        self,
+        *,
+        node: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["node", b"node"]) -> None: ...
+
+Global___UndrainNodeRequest: typing_extensions.TypeAlias = UndrainNodeRequest
+
+@typing.final
+class UndrainNodeResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NODE_FIELD_NUMBER: builtins.int
+    @property
+    def node(self) -> Global___Node: ...
+    def __init__(
+        self,
+        *,
+        node: Global___Node | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["node", b"node"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["node", b"node"]) -> None: ...
+
+Global___UndrainNodeResponse: typing_extensions.TypeAlias = UndrainNodeResponse
+
+@typing.final
 class Split(google.protobuf.message.Message):
     """A piece of a table: the rows of one file that start in byte range "part" of "parts" equal ranges.
     For a table without files, "piece" describes it.
@@ -2024,6 +2135,7 @@ class HeartbeatResponse(google.protobuf.message.Message):
     ANSWER_FIELD_NUMBER: builtins.int
     UNCHANGED_FIELD_NUMBER: builtins.int
     DISAGREEMENTS_FIELD_NUMBER: builtins.int
+    DRAIN_FIELD_NUMBER: builtins.int
     interval_s: builtins.float
     """until the next heartbeat, if nothing changes before"""
     room_may_come: builtins.bool
@@ -2052,6 +2164,10 @@ class HeartbeatResponse(google.protobuf.message.Message):
     def disagreements(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Disagreement]:
         """for the readers of the reports"""
 
+    @property
+    def drain(self) -> Global___Drain:
+        """of this node; not set: it is not drained"""
+
     def __init__(
         self,
         *,
@@ -2066,9 +2182,10 @@ class HeartbeatResponse(google.protobuf.message.Message):
         answer: builtins.int = ...,
         unchanged: builtins.bool = ...,
         disagreements: collections.abc.Iterable[Global___Disagreement] | None = ...,
+        drain: Global___Drain | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["coordinator", b"coordinator"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["answer", b"answer", "coordinator", b"coordinator", "datasets", b"datasets", "disagreements", b"disagreements", "interval_s", b"interval_s", "kept", b"kept", "report", b"report", "resend", b"resend", "room_may_come", b"room_may_come", "unchanged", b"unchanged", "writes", b"writes"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["coordinator", b"coordinator", "drain", b"drain"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["answer", b"answer", "coordinator", b"coordinator", "datasets", b"datasets", "disagreements", b"disagreements", "drain", b"drain", "interval_s", b"interval_s", "kept", b"kept", "report", b"report", "resend", b"resend", "room_may_come", b"room_may_come", "unchanged", b"unchanged", "writes", b"writes"]) -> None: ...
 
 Global___HeartbeatResponse: typing_extensions.TypeAlias = HeartbeatResponse
 

@@ -94,6 +94,16 @@ class CoordinatorStub(object):
                 request_serializer=cache__protocol_dot_v1_dot_cache__pb2.ListNodesRequest.SerializeToString,
                 response_deserializer=cache__protocol_dot_v1_dot_cache__pb2.ListNodesResponse.FromString,
                 _registered_method=True)
+        self.DrainNode = channel.unary_unary(
+                '/cache.v1.Coordinator/DrainNode',
+                request_serializer=cache__protocol_dot_v1_dot_cache__pb2.DrainNodeRequest.SerializeToString,
+                response_deserializer=cache__protocol_dot_v1_dot_cache__pb2.DrainNodeResponse.FromString,
+                _registered_method=True)
+        self.UndrainNode = channel.unary_unary(
+                '/cache.v1.Coordinator/UndrainNode',
+                request_serializer=cache__protocol_dot_v1_dot_cache__pb2.UndrainNodeRequest.SerializeToString,
+                response_deserializer=cache__protocol_dot_v1_dot_cache__pb2.UndrainNodeResponse.FromString,
+                _registered_method=True)
         self.ListJobs = channel.unary_unary(
                 '/cache.v1.Coordinator/ListJobs',
                 request_serializer=cache__protocol_dot_v1_dot_cache__pb2.ListJobsRequest.SerializeToString,
@@ -183,6 +193,20 @@ class CoordinatorServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DrainNode(self, request, context):
+        """Begins to move the shards of a node to other nodes, and answers at once: ListNodes says how far
+        it is. Refused, with nothing moved, if they do not fit. Ends when the node starts again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UndrainNode(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListJobs(self, request, context):
         """Jobs that read from this cache, as their readers report.
         """
@@ -253,6 +277,16 @@ def add_CoordinatorServicer_to_server(servicer, server):
                     servicer.ListNodes,
                     request_deserializer=cache__protocol_dot_v1_dot_cache__pb2.ListNodesRequest.FromString,
                     response_serializer=cache__protocol_dot_v1_dot_cache__pb2.ListNodesResponse.SerializeToString,
+            ),
+            'DrainNode': grpc.unary_unary_rpc_method_handler(
+                    servicer.DrainNode,
+                    request_deserializer=cache__protocol_dot_v1_dot_cache__pb2.DrainNodeRequest.FromString,
+                    response_serializer=cache__protocol_dot_v1_dot_cache__pb2.DrainNodeResponse.SerializeToString,
+            ),
+            'UndrainNode': grpc.unary_unary_rpc_method_handler(
+                    servicer.UndrainNode,
+                    request_deserializer=cache__protocol_dot_v1_dot_cache__pb2.UndrainNodeRequest.FromString,
+                    response_serializer=cache__protocol_dot_v1_dot_cache__pb2.UndrainNodeResponse.SerializeToString,
             ),
             'ListJobs': grpc.unary_unary_rpc_method_handler(
                     servicer.ListJobs,
@@ -561,6 +595,60 @@ class Coordinator(object):
             '/cache.v1.Coordinator/ListNodes',
             cache__protocol_dot_v1_dot_cache__pb2.ListNodesRequest.SerializeToString,
             cache__protocol_dot_v1_dot_cache__pb2.ListNodesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DrainNode(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/cache.v1.Coordinator/DrainNode',
+            cache__protocol_dot_v1_dot_cache__pb2.DrainNodeRequest.SerializeToString,
+            cache__protocol_dot_v1_dot_cache__pb2.DrainNodeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UndrainNode(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/cache.v1.Coordinator/UndrainNode',
+            cache__protocol_dot_v1_dot_cache__pb2.UndrainNodeRequest.SerializeToString,
+            cache__protocol_dot_v1_dot_cache__pb2.UndrainNodeResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -205,6 +205,38 @@ _CoordinatorListNodesType = typing_extensions.TypeVar(
     ],
 )
 
+_CoordinatorDrainNodeType = typing_extensions.TypeVar(
+    '_CoordinatorDrainNodeType',
+    grpc.UnaryUnaryMultiCallable[
+        cache_protocol.v1.cache_pb2.DrainNodeRequest,
+        cache_protocol.v1.cache_pb2.DrainNodeResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        cache_protocol.v1.cache_pb2.DrainNodeRequest,
+        cache_protocol.v1.cache_pb2.DrainNodeResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        cache_protocol.v1.cache_pb2.DrainNodeRequest,
+        cache_protocol.v1.cache_pb2.DrainNodeResponse,
+    ],
+)
+
+_CoordinatorUndrainNodeType = typing_extensions.TypeVar(
+    '_CoordinatorUndrainNodeType',
+    grpc.UnaryUnaryMultiCallable[
+        cache_protocol.v1.cache_pb2.UndrainNodeRequest,
+        cache_protocol.v1.cache_pb2.UndrainNodeResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        cache_protocol.v1.cache_pb2.UndrainNodeRequest,
+        cache_protocol.v1.cache_pb2.UndrainNodeResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        cache_protocol.v1.cache_pb2.UndrainNodeRequest,
+        cache_protocol.v1.cache_pb2.UndrainNodeResponse,
+    ],
+)
+
 _CoordinatorListJobsType = typing_extensions.TypeVar(
     '_CoordinatorListJobsType',
     grpc.UnaryUnaryMultiCallable[
@@ -237,7 +269,7 @@ _CoordinatorHeartbeatType = typing_extensions.TypeVar(
     ],
 )
 
-class CoordinatorStub(typing.Generic[_CoordinatorCreateDatasetType, _CoordinatorPlanDatasetType, _CoordinatorGetDatasetType, _CoordinatorWatchDatasetType, _CoordinatorListDatasetsType, _CoordinatorDeleteDatasetType, _CoordinatorBeginWriteType, _CoordinatorCommitWriteType, _CoordinatorAbortWriteType, _CoordinatorGetWriteSchemaType, _CoordinatorListNodesType, _CoordinatorListJobsType, _CoordinatorHeartbeatType]):
+class CoordinatorStub(typing.Generic[_CoordinatorCreateDatasetType, _CoordinatorPlanDatasetType, _CoordinatorGetDatasetType, _CoordinatorWatchDatasetType, _CoordinatorListDatasetsType, _CoordinatorDeleteDatasetType, _CoordinatorBeginWriteType, _CoordinatorCommitWriteType, _CoordinatorAbortWriteType, _CoordinatorGetWriteSchemaType, _CoordinatorListNodesType, _CoordinatorDrainNodeType, _CoordinatorUndrainNodeType, _CoordinatorListJobsType, _CoordinatorHeartbeatType]):
     @typing.overload
     def __init__(self: CoordinatorStub[
         grpc.UnaryUnaryMultiCallable[
@@ -283,6 +315,14 @@ class CoordinatorStub(typing.Generic[_CoordinatorCreateDatasetType, _Coordinator
         grpc.UnaryUnaryMultiCallable[
             cache_protocol.v1.cache_pb2.ListNodesRequest,
             cache_protocol.v1.cache_pb2.ListNodesResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            cache_protocol.v1.cache_pb2.DrainNodeRequest,
+            cache_protocol.v1.cache_pb2.DrainNodeResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            cache_protocol.v1.cache_pb2.UndrainNodeRequest,
+            cache_protocol.v1.cache_pb2.UndrainNodeResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             cache_protocol.v1.cache_pb2.ListJobsRequest,
@@ -341,6 +381,14 @@ class CoordinatorStub(typing.Generic[_CoordinatorCreateDatasetType, _Coordinator
             cache_protocol.v1.cache_pb2.ListNodesResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
+            cache_protocol.v1.cache_pb2.DrainNodeRequest,
+            cache_protocol.v1.cache_pb2.DrainNodeResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            cache_protocol.v1.cache_pb2.UndrainNodeRequest,
+            cache_protocol.v1.cache_pb2.UndrainNodeResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
             cache_protocol.v1.cache_pb2.ListJobsRequest,
             cache_protocol.v1.cache_pb2.ListJobsResponse,
         ],
@@ -381,6 +429,13 @@ class CoordinatorStub(typing.Generic[_CoordinatorCreateDatasetType, _Coordinator
     """For a node that takes rows of an open write: answers to heartbeats only name its schema."""
 
     ListNodes: _CoordinatorListNodesType
+
+    DrainNode: _CoordinatorDrainNodeType
+    """Begins to move the shards of a node to other nodes, and answers at once: ListNodes says how far
+    it is. Refused, with nothing moved, if they do not fit. Ends when the node starts again.
+    """
+
+    UndrainNode: _CoordinatorUndrainNodeType
 
     ListJobs: _CoordinatorListJobsType
     """Jobs that read from this cache, as their readers report."""
@@ -431,6 +486,14 @@ CoordinatorAsyncStub: typing_extensions.TypeAlias = CoordinatorStub[
     grpc.aio.UnaryUnaryMultiCallable[
         cache_protocol.v1.cache_pb2.ListNodesRequest,
         cache_protocol.v1.cache_pb2.ListNodesResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        cache_protocol.v1.cache_pb2.DrainNodeRequest,
+        cache_protocol.v1.cache_pb2.DrainNodeResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        cache_protocol.v1.cache_pb2.UndrainNodeRequest,
+        cache_protocol.v1.cache_pb2.UndrainNodeResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         cache_protocol.v1.cache_pb2.ListJobsRequest,
@@ -529,6 +592,23 @@ class CoordinatorServicer(metaclass=abc.ABCMeta):
         request: cache_protocol.v1.cache_pb2.ListNodesRequest,
         context: _ServicerContext,
     ) -> typing.Union[cache_protocol.v1.cache_pb2.ListNodesResponse, collections.abc.Awaitable[cache_protocol.v1.cache_pb2.ListNodesResponse]]: ...
+
+    @abc.abstractmethod
+    def DrainNode(
+        self,
+        request: cache_protocol.v1.cache_pb2.DrainNodeRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[cache_protocol.v1.cache_pb2.DrainNodeResponse, collections.abc.Awaitable[cache_protocol.v1.cache_pb2.DrainNodeResponse]]:
+        """Begins to move the shards of a node to other nodes, and answers at once: ListNodes says how far
+        it is. Refused, with nothing moved, if they do not fit. Ends when the node starts again.
+        """
+
+    @abc.abstractmethod
+    def UndrainNode(
+        self,
+        request: cache_protocol.v1.cache_pb2.UndrainNodeRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[cache_protocol.v1.cache_pb2.UndrainNodeResponse, collections.abc.Awaitable[cache_protocol.v1.cache_pb2.UndrainNodeResponse]]: ...
 
     @abc.abstractmethod
     def ListJobs(

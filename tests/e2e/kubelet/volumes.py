@@ -56,6 +56,8 @@ def _files(
     if source := volume.get("serviceAccountToken"):
         token = tokens[source.get("audience") or ""]
         return {source["path"]: VolumeFile.of(token, {}, {})}
+    if "persistentVolumeClaim" in volume:
+        return {}
     if not volume.keys() & {"emptyDir", "secret", "configMap"}:
         raise UnsupportedPodError(f"volume {volume}")
     return volume_files(volume, pod, secrets, config_maps)

@@ -1,0 +1,203 @@
+"""Nodes that are replaced one after the other while jobs read, with one replica and no source."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import pytest
+
+from cache_client import (
+    CacheClient,
+    CacheIterableDataset,
+    Connection,
+    DatasetSpec,
+    Reading,
+    RequestError,
+)
+from cache_server import LocalCluster
+from cache_server.local import LocalNode
+from tests.conftest import numbered_table, rows_of, write_numbered
+from tests.waiting import suspend, wait_until
+
+WAIT_S = 60.0
+NUM_ROWS, FILES = 6_000, 12  # each file becomes a shard
+
+
+@pytest.fixture
+def replaceable() -> Iterator[LocalCluster]:
+    with LocalCluster(nodes=3) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def client(replaceable: LocalCluster, tmp_path: Path) -> CacheClient:
+    """Of a cache with a loaded table, whose source is gone, and a written one."""
+    client = CacheClient(replaceable.endpoint)
+    source = write_numbered(tmp_path / "source", NUM_ROWS, files=FILES)
+    client.load(DatasetSpec("loaded", source, target_shard_bytes=1))
+    shutil.rmtree(source)
+    client.write("written", numbered_table(NUM_ROWS), target_shard_bytes=4096)
+    return client
+
+
+@dataclass
+class ReadingJob:
+    """A job that reads one epoch after the other in a thread, by its own connections.
+
+    Attributes:
+        epochs: the row numbers of each, in the order of the batches.
+        longest_pause_s: between two batches.
+        error: that ended it.
+    """
+
+    endpoint: str
+    dataset: str
+    epochs: list[list[int]] = field(default_factory=list)
+    longest_pause_s: float = 0.0
+    error: BaseException | None = None
+
+    def __post_init__(self) -> None:
+        self._enough = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> ReadingJob:
+        self._thread.start()
+        wait_until(lambda: self.epochs or self.error, WAIT_S, f"an epoch of {self.dataset}")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._enough.set()
+        self._thread.join(WAIT_S)
+        assert not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            dataset = CacheIterableDataset(
+                self.dataset,
+                cache=Connection(self.endpoint, deadline_s=WAIT_S, local=False),
+                columns=["row"],
+                batch_size=50,
+                shuffle=True,
+                reading=Reading(message_bytes=4096, prefetch_batches=8),
+            )
+            while not self._enough.is_set():
+                dataset.set_epoch(len(self.epochs))
+                rows: list[int] = []
+                last = time.monotonic()
+                for batch in dataset:
+                    now = time.monotonic()
+                    self.longest_pause_s = max(self.longest_pause_s, now - last)
+                    rows += rows_of([batch])
+                    self._enough.wait(0.002)  # a step
+                    last = time.monotonic()
+                self.epochs.append(rows)
+        except BaseException as error:
+            self.error = error
+
+    def read_on(self) -> None:
+        """Returns after another whole epoch."""
+        begun = len(self.epochs)
+        wait_until(lambda: self.error or len(self.epochs) > begun + 1, WAIT_S, "two epochs more")
+
+
+def replace(cluster: LocalCluster, node: LocalNode) -> None:
+    """A new process without a shard at the place of a drained one."""
+    assert node.stop() == 0
+    for folder in (node.cache_dir / "loaded", node.cache_dir / "written"):
+        assert not list(folder.rglob("*.arrow"))
+    node.start()
+    cluster.wait_for_nodes()
+
+
+def test_jobs_read_through_a_replacement_of_every_node(
+    replaceable: LocalCluster, client: CacheClient
+) -> None:
+    with (
+        ReadingJob(replaceable.endpoint, "loaded") as one,
+        ReadingJob(replaceable.endpoint, "written") as two,
+    ):
+        for node in (*replaceable.nodes[1:], replaceable.nodes[0]):
+            drained = client.drain(node.node_id, deadline_s=WAIT_S)
+            assert drained.drain is not None and drained.drain.done
+            for job in (one, two):
+                job.read_on()
+            replace(replaceable, node)
+        for job in (one, two):
+            job.read_on()
+
+    for job in (one, two):
+        assert job.error is None
+        assert all(sorted(rows) == list(range(NUM_ROWS)) for rows in job.epochs)
+        print(f"{job.dataset}: {len(job.epochs)} epochs, pause {job.longest_pause_s:.2f} s")
+    # No source was there to read. The new nodes took shards of the loaded table back.
+    info = client.describe("loaded")
+    assert info.state == client.describe("written").state == "ready" and not info.files_read
+    wait_until(
+        lambda: all(node.stored_shards for node in client.nodes()), WAIT_S, "shards on each node"
+    )
+    assert client.read("written").read_all().num_rows == NUM_ROWS
+
+
+@contextmanager
+def leaving_node(cluster: LocalCluster, directory: Path) -> Iterator[LocalNode]:
+    """One more node, which leaves at SIGTERM."""
+    settings = ["--leave-timeout-s", "600", "--drain-timeout-s", "1", "--allow-source", ""]
+    coordinator = ["--coordinator", cluster.nodes[0].control_location]
+    node = LocalNode(directory, [*settings, *coordinator], cluster.token)
+    node.start()
+    try:
+        client = CacheClient(cluster.endpoint)
+        wait_until(
+            lambda: node.node_id in {each.id for each in client.nodes() if each.alive},
+            WAIT_S,
+            "the node joins",
+        )
+        yield node
+    finally:
+        node.close()
+
+
+def test_a_node_that_is_stopped_moves_its_rows_before_it_ends(tmp_path: Path) -> None:
+    with LocalCluster(nodes=1) as cluster, leaving_node(cluster, tmp_path / "node") as node:
+        client = CacheClient(cluster.endpoint)
+        rows = numbered_table(NUM_ROWS)
+        written = client.write("written", rows, target_shard_bytes=4096)
+        assert any(node.node_id in nodes for nodes in written.placement.values())
+
+        assert node.stop() == 0
+        assert "node left" in node.log_tail()
+        shutil.rmtree(node.cache_dir)
+        assert client.read("written").read_all().sort_by("row").equals(rows)
+
+
+def test_a_second_signal_ends_a_node_that_leaves_at_once(tmp_path: Path) -> None:
+    with LocalCluster(nodes=1) as cluster, leaving_node(cluster, tmp_path / "node") as node:
+        CacheClient(cluster.endpoint).write("written", numbered_table(NUM_ROWS))
+        process, coordinator = psutil.Process(node.pid), psutil.Process(cluster.nodes[0].pid)
+        suspend(coordinator)
+        process.terminate()
+        wait_until(lambda: "node leaves" in node.log_tail(), WAIT_S, "the node leaves")
+        process.terminate()
+        wait_until(lambda: node.exit_code == 0, WAIT_S, "the node ends")
+        assert "node down" in node.log_tail() and "did not answer for" not in node.log_tail()
+        coordinator.resume()
+
+
+def test_a_drain_that_cannot_fit_says_so_and_leaves_all_as_it_was(tmp_path: Path) -> None:
+    with LocalCluster(nodes=2, memory_limit_bytes=120_000) as cluster:
+        client = CacheClient(cluster.endpoint)
+        source = write_numbered(tmp_path / "source", NUM_ROWS, files=FILES)
+        before = client.load(DatasetSpec("loaded", source, target_shard_bytes=1)).placement
+        first, second = (node.node_id for node in cluster.nodes)
+
+        with pytest.raises(RequestError, match=rf"do not fit on the other nodes: {first} has room"):
+            client.drain(second)
+        assert [node.drain for node in client.nodes()] == [None, None]
+        assert client.describe("loaded").placement == before
