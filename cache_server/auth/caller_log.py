@@ -1,4 +1,4 @@
-"""The record of callers: one JSON line for each load, write, drop, refusal and first read.
+"""The record of callers: one JSON line for each load, write, drop, drain, refusal and first read.
 
     {"time": "2026-11-28T03:30:00.123+00:00", "event": "load", "principal": "trainer",
      "namespace": "team-a", "address": "ipv4:10.0.0.7:51234", "dataset": "team-a/houses",
@@ -34,6 +34,8 @@ _EVENTS: Mapping[str, str] = {
     "BeginWrite": "begin write",
     "CommitWrite": "commit write",
     "AbortWrite": "abort write",
+    "DrainNode": "drain",
+    "UndrainNode": "undrain",
 }
 _STDOUT = "-"
 _MOST_READS = 100_000  # (principal, version) that are remembered; then a first read may come again
@@ -80,8 +82,8 @@ class CallerLog:
             verb: a row of `cache_server.auth.verbs`.
             principal: None: unknown.
             address: of the caller; empty: unknown.
-            about: ``dataset`` (the name inside the cache), ``version`` (the fingerprint) and
-                ``write``, as far as they are known.
+            about: ``dataset`` (the name inside the cache), ``version`` (the fingerprint),
+                ``write`` and ``node``, as far as they are known.
             error: of a call that failed.
         """
         event = _EVENTS.get(verb.rpartition("/")[2])

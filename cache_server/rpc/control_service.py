@@ -351,6 +351,7 @@ class CoordinatorServicer(cache_pb2_grpc.CoordinatorServicer):
     ) -> pb.DrainNodeResponse:
         """Begins to move the shards of a node away."""
         with _error_statuses(context):
+            caller_of(context).about["node"] = request.node
             return pb.DrainNodeResponse(node=self._coordinator.drain(request.node))
 
     def UndrainNode(
@@ -358,6 +359,7 @@ class CoordinatorServicer(cache_pb2_grpc.CoordinatorServicer):
     ) -> pb.UndrainNodeResponse:
         """Lets a node take shards again."""
         with _error_statuses(context):
+            caller_of(context).about["node"] = request.node
             return pb.UndrainNodeResponse(node=self._coordinator.undrain(request.node))
 
     def ListJobs(
