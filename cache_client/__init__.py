@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from cache_client.control.client import CacheClient
 from cache_client.control.forecast import LoadForecast, TableForecast
-from cache_client.control.infos import DatasetInfo, NodeInfo
+from cache_client.control.infos import DatasetInfo, NodeInfo, OrphanInfo
 from cache_client.epochs.stats import NodeStats, ReadStats
 from cache_client.job.connection import Connection
 from cache_client.writing.writes import Write
@@ -93,6 +93,7 @@ __all__ = [
     "NodeStats",
     "NodeUnavailableError",
     "NotReadyError",
+    "OrphanInfo",
     "PermissionDeniedError",
     "RanksDisagreeError",
     "ReadStats",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import pyarrow as pa
@@ -179,14 +179,17 @@ class DesiredDecoder:
         }
         self._state = DesiredState(
             {key: version for key, (_, version) in decoded.items()},
-            frozenset(
-                checked_names.version_key(kept.dataset, kept.fingerprint) for kept in response.kept
-            ),
+            _keys(response.gone),
+            _keys(response.orphans),
             response.room_may_come,
             {write_id: write for write_id, (_, write) in self._writes.items()},
         )
         self.answer = response.answer
         return self._state
+
+
+def _keys(names: Iterable[pb.VersionName]) -> frozenset[VersionKey]:
+    return frozenset(checked_names.version_key(name.dataset, name.fingerprint) for name in names)
 
 
 def _decode_write(message: pb.OpenWrite) -> OpenWrite:

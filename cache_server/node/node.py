@@ -8,11 +8,13 @@ coordinator.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import math
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import wait
 from dataclasses import astuple, replace
 from functools import partial
@@ -118,6 +120,7 @@ class Node:
         credentials: of this node, for copies from other nodes.
         on_ready: called once, when `is_ready` becomes true.
         sources: that it may read.
+        keep_orphans_s: how long files stay that the coordinator does not know.
 
     Attributes:
         row_values: computes values of the rows that it serves.
@@ -134,8 +137,11 @@ class Node:
         credentials: Credentials = NO_CREDENTIALS,
         on_ready: Callable[[], None] = lambda: None,
         sources: AllowedSources = AllowedSources([""]),  # noqa: B008  it is immutable
+        keep_orphans_s: float = math.inf,
     ) -> None:
         self._store = store
+        self._keep_orphans_s = keep_orphans_s
+        self._orphans: dict[VersionKey, float] = {}  # monotonic seconds of the first answer
         self._link = link
         self.description = description
         self._on_ready = on_ready
@@ -322,6 +328,18 @@ class Node:
             raise NotReadyError(f"shard {index} of {key.dataset!r} {reason}") from None
         return self._checked_bytes(key, shard, mapped, max_bytes)
 
+    def held(self, keys: Iterable[VersionKey]) -> list[pb.ActualDataset]:
+        """The shards of versions and puts whose files this node has at this moment."""
+        datasets = []
+        for key in keys:
+            actual = pb.ActualDataset(dataset=key.dataset, fingerprint=key.fingerprint)
+            for index, shard in sorted(self._store.shards(key).items()):
+                with contextlib.suppress(OSError):
+                    if shard.path.stat().st_size == shard.sealed.num_bytes:
+                        actual.shards.add(index=index, sealed=True, checksum=shard.sealed.checksum)
+            datasets.append(actual)
+        return datasets
+
     def _checked_bytes(
         self, key: VersionKey, shard: MappedShard, mapped: pa.MemoryMappedFile, max_bytes: int
     ) -> Iterator[pa.Buffer]:
@@ -503,7 +521,7 @@ class Node:
             return False
         self._puts.update(desired.writes)
         actual, sealed = self._snapshot()
-        result = reconcile(desired, actual)
+        result = reconcile(desired, actual, self._expired(desired, actual))
         for action in result.actions:
             self._act(action, sealed)
         with self._lock:
@@ -515,6 +533,16 @@ class Node:
         if becomes_ready:
             self._on_ready()
         return any(isinstance(action, Publish | StartLoads) for action in result.actions)
+
+    def _expired(
+        self, desired: DesiredState, actual: Mapping[VersionKey, ActualVersion]
+    ) -> set[VersionKey]:
+        """The orphans that were kept for long enough."""
+        now = time.monotonic()
+        self._orphans = {
+            key: self._orphans.get(key, now) for key in desired.orphans if key in actual
+        }
+        return {k for k, since in self._orphans.items() if now - since >= self._keep_orphans_s}
 
     def _act(self, action: Action, sealed: SealedShards) -> None:
         match action:

@@ -77,8 +77,8 @@ def _of_cache(cache: CacheStatus, job: str) -> list[str]:
     datasets = [
         [
             info.spec.name,
-            _Alert(f"failed: {info.error.message}")
-            if info.state == pb.DATASET_STATE_FAILED
+            _Alert(f"{state_name(info.state)}: {info.error.message}")
+            if info.state in (pb.DATASET_STATE_FAILED, pb.DATASET_STATE_UNAVAILABLE)
             else state_name(info.state),
             f"{info.num_rows or info.progress.rows_done:,}",
             _shards(info.progress),
