@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from itertools import chain
 
 from cache_protocol.errors import DatasetNotFoundError, LoadError, NotReadyError
 from cache_protocol.v1 import cache_pb2 as pb

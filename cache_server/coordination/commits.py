@@ -20,9 +20,9 @@ from cache_server.shards.version_key import VersionKey
 
 _ASKED_AT_ONCE = 8  # nodes
 
-# Asks a node, by its Flight location, for the shards that it holds of some puts at this moment:
+# Asks a node, by its Flight location, for the shards that it holds of puts of a dataset right now:
 # index -> checksum. Raises a NodeUnavailableError if it does not answer.
-AskHolder = Callable[[str, Collection[VersionKey]], Mapping[VersionKey, Mapping[int, str]]]
+AskHolder = Callable[[str, str, Collection[VersionKey]], Mapping[VersionKey, Mapping[int, str]]]
 
 
 class Commits:
@@ -182,7 +182,7 @@ class Commits:
 
         def ask(node_id: str) -> Set[tuple[str, PutKey]]:
             keys = [put.version_key(name) for put in wanted[node_id]]
-            held = self._ask_holder(locations[node_id], keys) if self._ask_holder else {}
+            held = self._ask_holder(locations[node_id], name, keys) if self._ask_holder else {}
             return {
                 (node_id, put)
                 for put, checksums in wanted[node_id].items()

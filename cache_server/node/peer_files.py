@@ -53,19 +53,18 @@ def shard_file(
 
 def held_shards(
     location: str,
+    dataset: str,
     keys: Collection[VersionKey],
     *,
     credentials: Credentials = NO_CREDENTIALS,
     timeout_s: float = _ASK_TIMEOUT_S,
 ) -> Mapping[VersionKey, Mapping[int, str]]:
-    """Asks a node which shards of these versions and puts it has now: index -> checksum.
+    """Asks a node which shards of versions and puts of a dataset it has now: index -> checksum.
 
     Raises:
         NodeUnavailableError: it does not answer.
     """
-    request = pb.HeldShardsRequest()
-    for key in keys:
-        request.versions.add(dataset=key.dataset, fingerprint=key.fingerprint)
+    request = pb.HeldShardsRequest(dataset=dataset, fingerprints=[key.fingerprint for key in keys])
     action = flight.Action(HELD_SHARDS_ACTION, request.SerializeToString())
     pings = _keepalive_options(timeout_s, timeout_s)
     with _client(location, credentials, pings, "the list of its shards") as client:

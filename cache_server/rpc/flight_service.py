@@ -338,7 +338,7 @@ class FlightService(flight.FlightServerBase):
             if action.type == HELD_SHARDS_ACTION:
                 call.principal.require(Role.NODE, HELD_SHARDS)
                 asked = _parse(pb.HeldShardsRequest, action.body, "request for held shards")
-                keys = [VersionKey(name.dataset, name.fingerprint) for name in asked.versions]
+                keys = [VersionKey(asked.dataset, name) for name in asked.fingerprints]
                 held = pb.HeldShardsResponse(datasets=self._ready_node().held(keys))
                 return iter([flight.Result(held.SerializeToString())])
             if action.type != ENDPOINTS_ACTION:

@@ -2161,17 +2161,20 @@ class HeldShardsRequest(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    VERSIONS_FIELD_NUMBER: builtins.int
+    DATASET_FIELD_NUMBER: builtins.int
+    FINGERPRINTS_FIELD_NUMBER: builtins.int
+    dataset: builtins.str
     @property
-    def versions(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___VersionName]:
-        """or puts"""
+    def fingerprints(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """of versions, or names of puts"""
 
     def __init__(
         self,
         *,
-        versions: collections.abc.Iterable[Global___VersionName] | None = ...,
+        dataset: builtins.str = ...,
+        fingerprints: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["versions", b"versions"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["dataset", b"dataset", "fingerprints", b"fingerprints"]) -> None: ...
 
 Global___HeldShardsRequest: typing_extensions.TypeAlias = HeldShardsRequest
 
