@@ -8,7 +8,6 @@ coordinator.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import threading
@@ -40,7 +39,12 @@ from cache_server.auth.principals import ANYONE, EVERYTHING, Principal, Viewer
 from cache_server.egress.allowed_sources import AllowedSources
 from cache_server.node.desired import DesiredState, DesiredVersion
 from cache_server.node.heartbeat_log import HeartbeatLog
-from cache_server.node.heartbeat_messages import DesiredDecoder, ReportEncoder, SealedShards
+from cache_server.node.heartbeat_messages import (
+    DesiredDecoder,
+    ReportEncoder,
+    SealedShards,
+    held_shards,
+)
 from cache_server.node.load_memory import LoadMemory
 from cache_server.node.load_threads import LoadThreads
 from cache_server.node.loading import SpooledTables
@@ -330,15 +334,7 @@ class Node:
 
     def held(self, keys: Iterable[VersionKey]) -> list[pb.ActualDataset]:
         """The shards of versions and puts whose files this node has at this moment."""
-        datasets = []
-        for key in keys:
-            actual = pb.ActualDataset(dataset=key.dataset, fingerprint=key.fingerprint)
-            for index, shard in sorted(self._store.shards(key).items()):
-                with contextlib.suppress(OSError):
-                    if shard.path.stat().st_size == shard.sealed.num_bytes:
-                        actual.shards.add(index=index, sealed=True, checksum=shard.sealed.checksum)
-            datasets.append(actual)
-        return datasets
+        return [held_shards(key, self._store.shards(key)) for key in keys]
 
     def _checked_bytes(
         self, key: VersionKey, shard: MappedShard, mapped: pa.MemoryMappedFile, max_bytes: int

@@ -31,6 +31,7 @@ from cache_client import (
     LoadError,
     LoadReport,
     LostPartitionsError,
+    NodeUnavailableError,
     RequestError,
     SchemaError,
 )

@@ -64,6 +64,7 @@ PURE_MODULES = (
     "cache_server/sql/ignored_sql.py",
     "cache_server/sql/lineage.py",
     "cache_server/coordination/members/placement.py",
+    "cache_server/coordination/versions/file_fates.py",
     "cache_server/coordination/versions/states.py",
     "cache_server/jobs/agreement.py",
     "cache_server/jobs/disagreements.py",
