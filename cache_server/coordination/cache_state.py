@@ -130,7 +130,7 @@ class CacheState:
         return is_other or self.fate(key) is Fate.GONE
 
     def fate(self, key: VersionKey, holder: Holder = Holder.PLACED) -> Fate:
-        """What a node is told of files that it holds."""
+        """What becomes of files on a node."""
         if (put := PutKey.of(key.fingerprint)) is not None:
             return self._fate_of_put(key, put, holder)
         version, event = self.versions.get(key), Event.NONE

@@ -139,7 +139,7 @@ class Holdings:
         return sorted(known or away)
 
     def absence(self) -> NodeUnavailableError:
-        """What a caller is told of a version that waits for its nodes."""
+        """The error of a version that waits for its nodes."""
         nodes = some_of(self.awaited(), ", node ")
         return NodeUnavailableError(
             f"dataset {self._pinned.spec.name!r} is unavailable: {self.num_rows_away} of its rows "

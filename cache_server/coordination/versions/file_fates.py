@@ -13,12 +13,12 @@ from cache_server.coordination.versions.states import State
 
 
 class Fate(Enum):
-    """What a node is told of files.
+    """What becomes of files on a node.
 
     Attributes:
         WANTED: it should hold them, as its answer says in full.
         KEPT: they stay as they are.
-        ORPHANED: they stay; nobody knows them.
+        ORPHANED: they stay; the coordinator does not know them.
         GONE: it removes them.
     """
 
@@ -32,7 +32,7 @@ class Holder(Enum):
     """The node that holds the files.
 
     Attributes:
-        PLACED: it is told what to hold.
+        PLACED: its answers say what to hold.
         JOINING: it is not placed yet.
         UNTRUSTED: it said what is not true. Its files are evidence.
     """

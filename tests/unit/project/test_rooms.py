@@ -371,7 +371,7 @@ HOUSES: dict[str, dict[str, tuple[str, ...]]] = {
         "loads": ("cache_state", "claims", "members", "versions"),
         "commits": ("cache_state", "claims", "loads", "versions"),
         "readers": ("cache_state", "versions", "holdings"),
-        "heartbeats": ("cache_state", "claims", "members"),
+        "heartbeats": ("cache_state", "claims", "members", "versions"),
         "coordinator": (
             *("catalogue", "holdings", "cache_state", "claims", "loads", "commits", "readers"),
             "heartbeats",
