@@ -49,7 +49,7 @@ from cache_client.cli.stats_command import stats
 from cache_client.cli.step_rows import NotShownError
 from cache_client.control.client import MAX_MEMORY_BYTES, MAX_NODES, CacheClient
 from cache_client.control.forecast import forecast_facts, query_facts
-from cache_client.control.infos import DatasetInfo
+from cache_client.control.infos import DatasetInfo, OrphanInfo
 from cache_client.job.arguments import seconds_problems
 from cache_protocol.cli.facts import printable
 from cache_protocol.cli.output import checked_output, size
@@ -62,6 +62,7 @@ from cache_protocol.errors import (
     RequestError,
     checked,
     missing_package,
+    some_of,
 )
 
 
@@ -236,12 +237,23 @@ def list_datasets(
         bool, typer.Option("-w", "--watch", help="Show it again and again, until Ctrl-C.")
     ] = False,
     interval_s: IntervalS = 1.0,
+    orphans: Annotated[
+        bool,
+        typer.Option(
+            "--orphans", help="List files on nodes instead that belong to no dataset and no write."
+        ),
+    ] = False,
     endpoint: Endpoint = None,
     timeout_s: TimeoutS = 30.0,
     as_json: AsJson = False,
 ) -> None:
     """List the datasets."""
     client = client_of(endpoint, timeout_s=timeout_s)
+    if orphans:
+        if watch:
+            raise ConfigError("--orphans and --watch do not go together")
+        _show_orphans(client.orphans(), as_json)
+        return
     if as_json and watch:
         raise ConfigError("--watch shows tables: leave out --json")
     if watch:
@@ -255,6 +267,27 @@ def list_datasets(
     for info in datasets:
         if info.state == "failed":
             show_line(f"{info.name} failed; for the reason: cachectl describe {info.name}")
+        if info.awaited:
+            show_line(f"{info.name} waits for node {some_of(info.awaited, ', node ')}")
+
+
+def _show_orphans(orphans: list[OrphanInfo], as_json: bool) -> None:
+    if as_json:
+        print_json([asdict(orphan) for orphan in orphans])
+        return
+    show_rows(
+        ["dataset", "fingerprint", "shards", "size", "nodes"],
+        [
+            [
+                orphan.dataset,
+                orphan.fingerprint,
+                str(orphan.num_shards),
+                size(orphan.num_bytes),
+                some_of(orphan.node_ids),
+            ]
+            for orphan in orphans
+        ],
+    )
 
 
 _DATASET_COLUMNS = ["name", "state", "rows", "size", "shards", "fingerprint"]
@@ -321,6 +354,17 @@ def drop(
         print_json({"dropped": name})
     else:
         console.print(f"dropped {name}")
+
+
+@app.command()
+def drop_orphans(
+    name: Annotated[str, typer.Argument(metavar="[NAME]", help="Only those of this dataset.")] = "",
+    endpoint: Endpoint = None,
+    timeout_s: TimeoutS = 30.0,
+    as_json: AsJson = False,
+) -> None:
+    """Drop what `ls --orphans` lists, and print it."""
+    _show_orphans(client_of(endpoint, timeout_s=timeout_s).drop_orphans(name), as_json)
 
 
 @app.command()

@@ -276,6 +276,15 @@ class NodeConfig(BaseModel):
     lease_s: Annotated[
         Lease, Flag("On the coordinator: seconds to keep a replaced version after its last read.")
     ] = 600.0
+    keep_orphans_s: Annotated[
+        Lease | None,
+        Flag(
+            "Seconds to keep shards that no dataset of the coordinator has; default: until they "
+            "are dropped with cachectl drop-orphans.",
+            name="--keep-orphans",
+            metavar="<seconds>",
+        ),
+    ] = None
     drain_timeout_s: Annotated[Seconds, Flag("Seconds to wait for running calls at shutdown.")] = (
         5.0
     )

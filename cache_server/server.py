@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import socket
 import threading
@@ -11,6 +12,7 @@ import uuid
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,7 @@ from cache_server.coordination.environment_load import EnvironmentLoad
 from cache_server.coordination.holdings.holder_checks import HolderChecks
 from cache_server.egress import gate
 from cache_server.egress.allowed_sources import AllowedSources
+from cache_server.node import peer_files
 from cache_server.node.coordinator_link import RemoteCoordinator
 from cache_server.node.node import CoordinatorLink, Node
 from cache_server.node.second_reader import SecondReader
@@ -122,6 +125,9 @@ class CacheServer:
                     credentials=self._credentials,
                     sources=sources,
                     on_ready=self._readiness.set_node,
+                    keep_orphans_s=(
+                        math.inf if config.keep_orphans_s is None else config.keep_orphans_s
+                    ),
                 )
             )
             node = self._node  # no reference to this object: gRPC ends with it
@@ -227,6 +233,7 @@ class CacheServer:
             node_timeout_s=self._config.node_timeout_s,
             lease_s=self._config.lease_s,
             checks=HolderChecks(self._config.scrub_interval_s),
+            ask_holder=partial(peer_files.held_shards, credentials=self._credentials),
         )
         stack.callback(coordinator.close)
         self._second_reader = stack.enter_context(SecondReader(coordinator, self._credentials))

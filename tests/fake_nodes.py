@@ -131,10 +131,8 @@ class FakeNode:
         """
         answer = self._exchange()
         wanted: dict[str, set[int]] = {}
-        keys = {VersionKey(kept.dataset, kept.fingerprint) for kept in answer.kept}
         for desired in answer.datasets:
             key = VersionKey(desired.plan.dataset, desired.plan.fingerprint)
-            keys.add(key)
             if self.attempts.get(key) not in (None, desired.plan.attempt):
                 self._forget(key)
             self.attempts[key] = desired.plan.attempt
@@ -168,8 +166,8 @@ class FakeNode:
                 if desired.rows_fixed
                 else {}
             )
-        for key in {*self.sealed, *self.failed} - keys:
-            self._forget(key)
+        for gone in answer.gone:
+            self._forget(VersionKey(gone.dataset, gone.fingerprint))
         return wanted
 
     def restart(self, coordinator: Coordinator | None = None) -> FakeNode:

@@ -89,6 +89,7 @@ class ChaosNode:
     def restart(self, *, keep_files: bool) -> None:
         if not keep_files:
             shutil.rmtree(self.directory)
+            self.cache.lost_disks += 1
         self.start()
 
 
@@ -97,6 +98,7 @@ class ChaosCache:
 
     def __init__(self, directory: Path, patch: pytest.MonkeyPatch, num_nodes: int = 3) -> None:
         self.directory = directory
+        self.lost_disks = 0
         self.coordinator = self._make_coordinator()
         patch.setattr(peer_files, "shard_file", self._shard_file)
         self.nodes = [ChaosNode(self, index) for index in range(num_nodes)]
@@ -191,16 +193,20 @@ class ChaosCache:
         return found
 
     def settled(self) -> str:
-        """``there``, ``failed`` or ``absent``; empty while the rows are on their way."""
+        """``there``, ``away``, ``failed`` or ``absent``; empty while the rows are on their way."""
         try:
             info = self.coordinator.get(NAME)
         except DatasetNotFoundError:
             return "absent"
-        states = {pb.DATASET_STATE_READY: "there", pb.DATASET_STATE_FAILED: "failed"}
+        states = {
+            pb.DATASET_STATE_READY: "there",
+            pb.DATASET_STATE_FAILED: "failed",
+            pb.DATASET_STATE_UNAVAILABLE: "away",
+        }
         return states.get(info.state, "")
 
     def wait_until_settled(self) -> str:
-        return wait_until(self.settled, WAIT_S, "the rows are there, failed or absent")
+        return wait_until(self.settled, WAIT_S, "the rows are there, away, failed or absent")
 
     def put_files(self) -> list[VersionKey]:
         """What lies on nodes for writes that have not been committed."""
@@ -323,9 +329,10 @@ def run_schedule(cache: ChaosCache, seed: int) -> str:
     """Runs one write under the failures of a seed, and checks what is left.
 
     Returns:
-        ``there``, ``absent`` or ``failed``.
+        ``there``, ``absent`` or ``away``.
     """
     chance = random.Random(seed)
+    cache.lost_disks = 0
     append = chance.random() < 0.5
     others: list[ChaosWrite] = []  # before it, in the order of their commits
     if append and chance.random() < 0.7:
@@ -387,18 +394,22 @@ def _check(
         # The coordinator may have ended after it wrote the commit, and the writer gave up then.
         with suppress(CacheError):
             cache.coordinator.abort_write(write.write_id)
-    wreck_after = chance.random() < 0.3
-    if wreck_after:
+    if chance.random() < 0.3:
         _kill_some_node(cache, chance)
     if chance.random() < 0.3:
         cache.restart_coordinator()
+    cache.wait_until_settled()
+    for node in cache.nodes:  # each node comes back with its rows
+        if not node.is_up:
+            node.restart(keep_files=True)
+    cache.wait_for_nodes()
     state = cache.wait_until_settled()
-    if wreck_after and (state == "failed" or others):  # its node comes back with its rows
-        for node in cache.nodes:
-            if not node.is_up:
-                node.restart(keep_files=True)
-        cache.wait_for_nodes()
+    if not cache.lost_disks:
+        if state != "there":
+            wait_until(lambda: cache.settled() != "away", WAIT_S, "rows are back with their nodes")
         state = cache.wait_until_settled()
+        assert state in ("there", "absent"), state
+        assert state == "there" or outcome is None, "a commit was answered, and its rows are lost"
     if state == "there":
         info = cache.coordinator.get(NAME)
         rows = cache.rows(info)
@@ -408,19 +419,15 @@ def _check(
         else:
             assert rows == before + write.rows
     else:
-        error = cache.coordinator.get(NAME).error.message if state == "failed" else ""
+        error = "" if state == "absent" else cache.coordinator.get(NAME).error.message
         assert state == "absent" or "rows" in error or "not on this node" in error, error
         assert state != "absent" or not others
-    if outcome is not None and state == "absent":  # an append that failed by name
-        failed = cache.coordinator.get(NAME, outcome.fingerprint)
-        assert others and "no node has" in failed.error.message
-    wait_until(lambda: not cache.put_files(), WAIT_S, "nodes drop the rows that were not chosen")
+    if outcome is not None and not cache.lost_disks:
+        assert state == "there", "a commit was accepted, its nodes are back, and its rows are not"
+    if state != "away":  # else the puts of its commit stay
+        wait_until(lambda: not cache.put_files(), WAIT_S, "nodes drop rows that were not chosen")
     with suppress(DatasetNotFoundError):
         cache.coordinator.delete(NAME)
-    for node in cache.nodes:
-        if not node.is_up:
-            node.restart(keep_files=True)
-    cache.wait_for_nodes()
     wait_until(
         lambda: not any(node.store.versions() for node in cache.up()), WAIT_S, "nodes are empty"
     )

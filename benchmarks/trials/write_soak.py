@@ -1,24 +1,28 @@
 """Writers put and commit tables while writers, nodes and the coordinator are killed.
 
-    python -m benchmarks.trials.write_soak [--seconds 300] [--kills 200] [--seed 0]
+    python -m benchmarks.trials.write_soak [--seconds 300] [--kills 200] [--seed 0] [--json FILE]
 
-Ends after so many seconds or kills. Each write must be there wholly, every row once and in order,
-or not at all. Half of the writes are appends: the rows before them must stay. A write that was
-acknowledged must be there once every node is back. Ends with 1 if not.
-`write_chaos` does the same in one process, at each step of the protocol.
+Ends after so many seconds or kills. The first kill of each round is at the next step of a plan:
+each victim, at each step of a write, with one and two replicas. Others follow at random steps. Each
+write must be there wholly, every row once and in order, or not at all. Half of the writes are
+appends: the rows before them must stay. A write whose commit was answered must be there once every
+node is back. Ends with 1 if not. `write_chaos` does the same in one process.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import multiprocessing
 import random
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection as Pipe
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -40,8 +44,12 @@ from tests.waiting import wait_until
 NODES, NODE_TIMEOUT_S, WAIT_S = 3, 1.5, 60.0
 TTL_S = 30.0  # after which the rows of a killed writer are dropped
 PARTITIONS, SHARD_BYTES = 6, 40_000
-_LONGEST_PAUSE_S = 0.6  # about as long as a write takes
+_LONGEST_PAUSE_S = 2.0  # without a step, before nodes that are down come back
 _MOST_TRIES = 8
+STEPS = ("begin", *(f"put {number}" for number in range(PARTITIONS)), "commit", "answered")
+VICTIMS = ("node", "coordinator", "all", "writer")
+PLAN = [*itertools.product(STEPS, VICTIMS, (1, 2))]
+random.Random(0).shuffle(PLAN)  # a short run has steps of all kinds
 
 
 def table(seed: int) -> pa.Table:
@@ -56,8 +64,20 @@ def partitions(whole: pa.Table) -> list[pa.Table]:
     return [whole.slice(start, stop - start) for start, stop in itertools.pairwise(bounds)]
 
 
-def write(client: CacheClient, name: str, seed: int, append: bool) -> None:
-    """Writes a table as an engine does: tasks that are tried again, lost answers, double tasks."""
+def write(
+    client: CacheClient,
+    name: str,
+    seed: int,
+    append: bool,
+    replicas: int,
+    tell: Callable[[str], None],
+) -> None:
+    """Writes a table as an engine does: tasks that are tried again, lost answers, double tasks.
+
+    Args:
+        tell: called with the name of each step before it begins; see `STEPS`.
+    """
+    tell("begin")
     chance = random.Random(seed)
     whole = table(seed)
     begun = client.begin_write(
@@ -65,7 +85,7 @@ def write(client: CacheClient, name: str, seed: int, append: bool) -> None:
         whole.schema,
         append=append,
         target_shard_bytes=SHARD_BYTES,
-        replicas=chance.choice([1, 2]),
+        replicas=replicas,
         ttl_s=TTL_S,
     )
     acks: dict[int, writes.PartitionAck] = {}
@@ -82,7 +102,9 @@ def write(client: CacheClient, name: str, seed: int, append: bool) -> None:
         acks[partition] = _put(begun, partition, attempts, partitions(whole)[partition])
 
     for partition in range(PARTITIONS):
+        tell(f"put {partition}")
         put(partition)
+    tell("commit")
     for _ in range(_MOST_TRIES):
         try:
             begun.commit(acks, timeout_s=WAIT_S)
@@ -90,6 +112,7 @@ def write(client: CacheClient, name: str, seed: int, append: bool) -> None:
             for partition in error.partitions:
                 put(partition)
         else:
+            tell("answered")
             begun.commit({})  # repeated: the first one holds
             return
 
@@ -107,15 +130,15 @@ def writer(pipe: Pipe, endpoint: str) -> None:
     pipe.send("ready")
     while True:
         try:
-            name, seed, append = pipe.recv()
+            order = pipe.recv()
         except EOFError:
             return
         try:
-            write(client, name, seed, append)
+            write(client, *order, lambda step: pipe.send((step, None)))
         except CacheError as error:
-            pipe.send(f"{type(error).__name__}: {error}")
+            pipe.send(("end", f"{type(error).__name__}: {error}"))
         else:
-            pipe.send("")
+            pipe.send(("end", ""))
 
 
 class Writer:
@@ -156,6 +179,8 @@ class Soak:
         self.chance = random.Random(seed)
         self.outcomes: Counter[str] = Counter()
         self.kills: Counter[str] = Counter()
+        self.steps: Counter[str] = Counter()
+        self.answered = 0
         self.wrong: list[str] = []
 
     def round(self, number: int) -> None:
@@ -165,36 +190,48 @@ class Soak:
         if append := self.chance.random() < 0.5:
             before = table(number)
             self.client.write(name, before, target_shard_bytes=SHARD_BYTES, replicas=2)
-        self.writer.pipe.send((name, seed, append))
+        kill_at, victim, replicas = PLAN[number % len(PLAN)]
+        self.writer.pipe.send((name, seed, append, replicas))
         down: list[LocalNode] = []
         answer: str | None = None
-        for _ in range(self.chance.choice([0, 1, 1, 2, 3])):
-            if self.writer.pipe.poll(self.chance.random() * _LONGEST_PAUSE_S):
-                break
-            victim = self.chance.choice(["writer", "node", "node", "coordinator"])
-            if victim == "writer":
-                self.kills[victim] += 1
-                self.writer.kill()
-                answer = "killed"
-                break
-            first, *others = self.cluster.nodes
-            up = [n for n in ([first] if victim == "coordinator" else others) if n not in down]
-            if not up:
+        while answer is None:
+            if not self.writer.pipe.poll(_LONGEST_PAUSE_S):  # it may wait for a node
+                self._start(down)
+                assert self.writer.pipe.poll(10 * WAIT_S), "the writer hangs"
+            step, answer = self.writer.pipe.recv()
+            if step != kill_at:
                 continue
-            node = self.chance.choice(up)
-            node.kill()
-            self.kills[victim] += 1
-            if self.chance.random() < 0.5:
-                node.start()
-            else:
-                down.append(node)
-        for node in down:
-            node.start()
-        if answer is None:
-            assert self.writer.pipe.poll(10 * WAIT_S), "the writer hangs"
-            answer = self.writer.pipe.recv()
+            self.steps[f"{victim} at {step}, replicas={replicas}"] += 1
+            time.sleep(self.chance.choice([0.0, 0.0, 0.01, 0.05]))  # while the step runs
+            if self._kill(victim, down):
+                answer = "killed"
+            elif self.chance.random() < 0.5:
+                self._start(down)
+            if self.chance.random() < 0.3:
+                kill_at, victim = self.chance.choice(STEPS), self.chance.choice(VICTIMS)
+        self._start(down)
+        self.answered += answer == ""
         self.cluster.wait_for_nodes()
         self._check(name, before, table(seed), answer)
+
+    def _kill(self, victim: str, down: list[LocalNode]) -> bool:
+        """Kills a process; returns whether it was the writer."""
+        if victim == "writer":
+            self.kills[victim] += 1
+            self.writer.kill()
+            return True
+        first, *others = self.cluster.nodes
+        wanted = {"coordinator": [first], "node": others, "all": self.cluster.nodes}[victim]
+        up = [node for node in wanted if node not in down]
+        for node in up if victim == "all" else up and [self.chance.choice(up)]:
+            node.kill()
+            self.kills[victim] += 1
+            down.append(node)
+        return False
+
+    def _start(self, down: list[LocalNode]) -> None:
+        while down:
+            down.pop(0).start()
 
     def _check(self, name: str, before: pa.Table, whole: pa.Table, answer: str) -> None:
         try:
@@ -227,8 +264,6 @@ class Soak:
             return "absent"
         except CacheError:
             return ""
-        if state == "failed" and not answer:
-            return ""  # it comes back with its node
         return {"ready": "there", "failed": "failed"}.get(state, "")
 
     def empty(self) -> bool:
@@ -260,9 +295,23 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=300.0)
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, help="file for the result")
     arguments = parser.parse_args()
     found = soak(arguments.seconds, arguments.kills, arguments.seed)
+    rounds = found.outcomes.total()
     print(f"writes: {dict(found.outcomes)}; kills: {dict(found.kills)}")
+    print(f"{rounds} rounds, {found.answered} commits answered, {len(found.steps)} kinds of kills")
+    if arguments.json is not None:
+        result = {
+            "rounds": rounds,
+            "outcomes": dict(sorted(found.outcomes.items())),
+            "commits_answered": found.answered,
+            "kills": dict(sorted(found.kills.items())),
+            "first_kills": dict(sorted(found.steps.items())),
+            "wrong": found.wrong,
+            "seed": arguments.seed,
+        }
+        arguments.json.write_text(json.dumps(result, indent=2) + "\n")
     for problem in found.wrong:
         print(f"wrong: {problem}")
     sys.exit(bool(found.wrong))

@@ -37,6 +37,8 @@ def show_dataset(info: DatasetInfo, as_json: bool) -> None:
     console.print(f"[bold]{info.name}[/bold]  {info.state}", highlight=False)
     if info.error:
         console.print(Text(f"  error        {printable(info.error)}"), soft_wrap=True)
+    if info.awaited:
+        console.print(Text(f"  awaits       node {', node '.join(info.awaited)}"), soft_wrap=True)
     if info.waits:
         console.print(Text(f"  waits        {printable(info.waits)}"), soft_wrap=True)
     for note in info.notes:

@@ -20,6 +20,7 @@ from cache_client.control.infos import (
     DatasetInfo,
     JobInfo,
     NodeInfo,
+    OrphanInfo,
     dataset_info,
     job_info,
     node_info,
@@ -393,6 +394,25 @@ class CacheClient:
         """
         request = pb.DeleteDatasetRequest(name=checked_name(name))
         self._coordinator.ask("DeleteDataset", request)
+
+    def orphans(self) -> list[OrphanInfo]:
+        """Files on nodes that belong to no dataset and no write, by dataset.
+
+        They stay when a coordinator lost its disk. They become a version again when its spec is
+        loaded again.
+        """
+        response = self._coordinator.ask("ListDatasets", pb.ListDatasetsRequest(orphans=True))
+        return [record(OrphanInfo, orphan) for orphan in response.orphans]
+
+    def drop_orphans(self, name: str = "") -> list[OrphanInfo]:
+        """Drops `orphans`, also from nodes that are away now; returns those of live nodes.
+
+        Args:
+            name: of a dataset; empty: all of this namespace.
+        """
+        request = pb.DeleteDatasetRequest(name=checked_name(name) if name else "", orphans=True)
+        response = self._coordinator.ask("DeleteDataset", request)
+        return [record(OrphanInfo, orphan) for orphan in response.orphans]
 
     def nodes(self) -> list[NodeInfo]:
         """Every node that the coordinator knows, by id."""

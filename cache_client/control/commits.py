@@ -10,6 +10,7 @@ from functools import partial
 from tenacity import (
     Retrying,
     retry_if_exception_type,
+    retry_if_result,
     stop_after_delay,
     stop_never,
     wait_exponential,
@@ -20,12 +21,12 @@ from cache_client.control.infos import DatasetInfo, dataset_info
 from cache_client.control.loads import listeners_of, wait_until_loaded
 from cache_client.writing.writes import Write
 from cache_protocol.errors import (
-    LoadError,
     LostPartitionsError,
     NodeUnavailableError,
     NotReadyError,
     RequestError,
     StaleVersionError,
+    require_ready,
     some_of,
 )
 from cache_protocol.v1 import cache_pb2 as pb
@@ -56,22 +57,52 @@ class Commits:
         # A repeated commit answers with the version of the first one, or one that has its rows.
         commit = partial(self._commit, request, write.name, timeout_s)
         info = commit()
-        while wait:
-            try:
-                with (
-                    self.coordinator.calls(deadline) as calls,
-                    listeners_of(write.name, on_progress, show=False) as report,
-                ):
-                    info = wait_until_loaded(calls, write.name, info, report, deadline)
-                break
-            except StaleVersionError as replaced:  # by an append, or by other rows
-                try:
-                    info = commit()
-                except RequestError:
-                    raise replaced from None
-        if info.state == pb.DATASET_STATE_FAILED:
-            raise LoadError(info.error.message)
+        if wait:
+            info = self._wait(write.name, info, commit, on_progress, deadline)
+        if wait and info.state != pb.DATASET_STATE_READY:
+            require_ready(info)
         return dataset_info(info)
+
+    def _wait(
+        self,
+        name: str,
+        info: pb.DatasetInfo,
+        commit: Callable[[], pb.DatasetInfo],
+        on_progress: Callable[[LoadReport], None] | None,
+        deadline: float | None,
+    ) -> pb.DatasetInfo:
+        """The version once every replica is there, or it failed.
+
+        While nodes with its rows are away, it waits as long as for a node that does not answer.
+        """
+
+        def settled() -> pb.DatasetInfo:
+            nonlocal info
+            while True:
+                try:
+                    with (
+                        self.coordinator.calls(deadline) as calls,
+                        listeners_of(name, on_progress, show=False) as report,
+                    ):
+                        info = wait_until_loaded(calls, name, info, report, deadline)
+                    return info
+                except StaleVersionError as replaced:  # by an append, or by other rows
+                    try:
+                        info = commit()
+                    except RequestError:
+                        raise replaced from None
+
+        deadline_s = self.coordinator.access.deadline_s
+        if deadline is not None:
+            deadline_s = min(deadline_s, max(0.0, deadline - time.monotonic()))
+        back = Retrying(
+            retry=retry_if_result(lambda known: known.state == pb.DATASET_STATE_UNAVAILABLE),
+            stop=stop_after_delay(deadline_s),
+            wait=backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S),
+            retry_error_callback=lambda state: info,
+        )
+        found: pb.DatasetInfo = back(settled)
+        return found
 
     def _commit(
         self, request: pb.CommitWriteRequest, name: str, timeout_s: float | None

@@ -24,15 +24,17 @@ class DatasetInfo:
         num_rows: 0 until every shard is loaded.
         num_bytes: of the shards loaded so far, one replica.
         schema: logical columns in their storage types.
-        state: ``loading``, ``ready`` or ``failed``.
+        state: ``loading``, ``ready``, ``failed`` or ``unavailable``, while its rows lie only on
+            nodes that are away.
         placement: shard -> ids of the nodes that hold it, in order of preference.
-        error: why the load failed; None unless it did.
+        error: why it failed or is unavailable; None if it is not.
         waits: why a part of the load has to wait; None if none has to.
         replicas: the requested number; ``placement`` has fewer if there are fewer nodes.
         nulls: column -> its nulls, of the shards loaded so far; strings are not counted.
         notes: what the load changed, such as leading zeros; one for each column.
         shards_reused: shards that the version before had too.
         files_read: by the loads; a file counts once for each shard that is made of it.
+        awaited: ids of the nodes with its rows, while it is unavailable.
     """
 
     name: str
@@ -50,6 +52,7 @@ class DatasetInfo:
     notes: tuple[str, ...] = ()
     shards_reused: int = field(default=0, compare=False)  # not known after a restart
     files_read: int = field(default=0, compare=False)
+    awaited: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         """The facts in a few lines; `schema` and `placement` are there in full."""
@@ -97,6 +100,23 @@ class DrainInfo:
     shards_left: int
     bytes_left: int
     waits: str = ""
+
+
+@dataclass(frozen=True)
+class OrphanInfo:
+    """Files on nodes that belong to no dataset and no write that the coordinator knows.
+
+    Attributes:
+        fingerprint: of a version, or the name of what was put for a write.
+        node_ids: the nodes that hold them.
+        num_shards, num_bytes: on all of these nodes together.
+    """
+
+    dataset: str
+    fingerprint: str
+    node_ids: tuple[str, ...]
+    num_shards: int
+    num_bytes: int
 
 
 @dataclass(frozen=True)

@@ -156,7 +156,10 @@ class Write:
     ) -> Any:
         """Makes a version of these attempts, all or nothing; it may be repeated.
 
-        The rows of all other attempts are dropped.
+        When this returns, and it waited, as many nodes as the write asks for hold every row and
+        have just said so. The rows are not lost while one of them can come back. After an error
+        the nodes keep what was put, so you can commit again. The rows of all other attempts are
+        dropped with the commit.
 
         Args:
             attempts: partition -> the attempt to keep, or its `PartitionAck`.
@@ -171,9 +174,10 @@ class Write:
             LostPartitionsError: no live node has the rows of some partitions: put them again.
             RequestError: the write was aborted or is too old, or the coordinator started again. Or
                 an append, and the dataset was loaded or got other columns meanwhile.
-            LoadError: the replicas do not fit, or rows of the version to append to are lost.
-            NotReadyError: that version was not ready within ``timeout_s``; its rows may be copied.
-            NodeUnavailableError: the coordinator does not answer.
+            LoadError: the replicas do not fit.
+            NotReadyError: not within ``timeout_s``: a node with rows does not answer, rows are
+                copied, or the version to append to is not ready.
+            NodeUnavailableError: nodes with rows, which it names, or the coordinator are away.
         """
         chosen = [
             pb.ChosenAttempt(partition=partition, attempt=ack.attempt, checksum=ack.checksum)

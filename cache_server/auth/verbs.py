@@ -21,7 +21,7 @@ ROLES: Mapping[str, Role | None] = {
     "flight GET_SCHEMA": Role.READER,
     "flight DO_GET": Role.READER,  # of a shard file: see SHARD_FILE
     "flight DO_PUT": Role.WRITER,
-    "flight DO_ACTION": Role.READER,
+    "flight DO_ACTION": Role.READER,  # of held shards: see HELD_SHARDS
     "flight LIST_ACTIONS": Role.READER,
     "flight DO_EXCHANGE": Role.READER,
     f"grpc {_COORDINATOR}CreateDataset": Role.WRITER,
@@ -49,7 +49,7 @@ ROLES: Mapping[str, Role | None] = {
     "http /": Role.READER,
     "http /metrics": Role.READER,
 }
-SHARD_FILE = "DoGet of a shard file"
+SHARD_FILE, HELD_SHARDS = "DoGet of a shard file", "action 'held-shards'"
 
 
 def is_open(verb: str) -> bool:

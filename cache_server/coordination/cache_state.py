@@ -17,6 +17,7 @@ from cache_server.coordination.holdings.views import Views, as_seen_by
 from cache_server.coordination.members.clusters import Clusters
 from cache_server.coordination.members.drains import Drains
 from cache_server.coordination.members.membership import Membership
+from cache_server.coordination.versions.file_fates import Event, Fate, Holder, fate_of
 from cache_server.coordination.versions.forecast import LoadRate
 from cache_server.coordination.versions.orphans import Orphans
 from cache_server.coordination.versions.states import State, Step
@@ -68,7 +69,7 @@ class CacheState:
         self.drains = Drains(catalogue)
         self.clusters = Clusters(self.membership, drains=self.drains)
         self.views = Views(self.versions, self.membership.members, checks, lease_s)
-        self.writes = Writes(self.membership.members, clock)
+        self.writes = Writes(self.membership.members, clock, catalogue.id())
         self.orphans = Orphans(
             self.versions, self.membership, catalogue, lease_s=lease_s, clock=clock
         )
@@ -132,12 +133,39 @@ class CacheState:
 
     def _will_be_removed(self, key: VersionKey, actual: pb.ActualDataset) -> bool:
         """Whether a node removes a version at its next heartbeat."""
-        if (put := PutKey.of(key.fingerprint)) is not None:
-            return not self.writes.keeps(put) and key not in self.orphans.find()
         version = self.versions.get(key)
-        if version is None:
-            return key not in self.orphans.find()
-        return version.state.has_failed or not version.is_current(actual)
+        is_other = version is not None and not version.is_current(actual)
+        return is_other or self.fate(key) is Fate.GONE
+
+    def fate(self, key: VersionKey, holder: Holder = Holder.PLACED) -> Fate:
+        """What becomes of files on a node."""
+        if (put := PutKey.of(key.fingerprint)) is not None:
+            return self._fate_of_put(key, put, holder)
+        version, event = self.versions.get(key), Event.NONE
+        if version is None and self.orphans.is_dropped(key):
+            event = Event.DROPPED
+        elif version is None and key in self.catalogue.damaged:
+            event = Event.DAMAGED
+        state = None if version is None else version.state
+        has_source = version is not None and not version.pinned.is_written
+        return fate_of(state, holder, event, has_source=has_source)
+
+    def _fate_of_put(self, key: VersionKey, put: PutKey, holder: Holder) -> Fate:
+        state, event = None, Event.NONE
+        made_of = self.versions.of_put(key)
+        if self.writes.is_open(put):
+            state = State.LOADING
+        elif made_of is not None and not made_of.state.was_served:
+            state = made_of.state
+        elif self.catalogue.damaged.of(key.dataset) is not None:
+            event = Event.DAMAGED
+        elif made_of is not None:
+            event = Event.MOVED
+        elif self.orphans.is_dropped(key):
+            event = Event.DROPPED
+        elif self.writes.began(put):
+            event = Event.ENDED
+        return fate_of(state, holder, event, has_source=False)
 
     def next_attempt(self, key: VersionKey) -> int:
         """The attempt for a version that is new, or has failed."""
@@ -170,6 +198,7 @@ class CacheState:
                 self._fail(version, version.ended_error(ends))
             if not version.state.has_failed and version.extend_log(self.catalogue):
                 self.mark_changed(key)
+            self._note_absence(version)
             if version.state.is_loading and (starts := version.row_starts()) is not None:
                 self._complete(version, num_rows=starts[-1])
         since = self.clock() - self.lease_s
@@ -177,8 +206,21 @@ class CacheState:
         for version in self.versions.values():
             version.save_failure(self.catalogue)
 
+    def _note_absence(self, version: VersionRecord) -> None:
+        """Notes that written rows lie only on nodes that are away, or are there again."""
+        if version.state.has_failed or not version.pinned.is_written:
+            return
+        is_away = self.holdings(version).num_rows_away > 0
+        if is_away != version.state.is_away:
+            version.advance(Step.LOSE if is_away else Step.RETURN)
+            self.mark_changed(version.pinned.key)
+            logger.warning(
+                "dataset %s name=%s", "unavailable" if is_away else "available again",
+                version.pinned.spec.name,
+            )  # fmt: skip
+
     def _is_served(self, version: VersionRecord) -> bool:
-        return version.state is State.SERVED and self.holdings(version).is_ready()
+        return self.holdings(version).is_open()
 
     def _complete(self, version: VersionRecord, *, num_rows: int) -> None:
         """Takes a version whose shards were all sealed once to `State.SERVED`, if it is ready."""
@@ -186,10 +228,23 @@ class CacheState:
         if version.pinned.keeps_every_row and num_rows != planned:
             reason = f"it has {num_rows} rows, but the metadata of its files says {planned}"
             self._fail(version, version.load_error(reason))
-        elif self.holdings(version).is_ready():
+        elif version.state.is_away or not (view := self.holdings(version)).is_ready():
+            version.complete_at = None
+        elif not version.pinned.is_written or self._is_confirmed(version, view):
             self._serve(version, num_rows=num_rows)
-        elif lost := self.holdings(version).lost_rows():
-            self._fail(version, version.load_error(lost))
+
+    def _is_confirmed(self, version: VersionRecord, view: Holdings) -> bool:
+        """Whether the nodes with the replicas of a write have just said so once more."""
+        members = self.membership.members
+        node_ids = {
+            node_id for homes in view.placement(version.num_shards or 0) for node_id in homes
+        }
+        if not version.is_confirmed(
+            self.membership.heard, [members[node_id].heard for node_id in node_ids]
+        ):
+            return False
+        version.holders = tuple(sorted(node_ids))
+        return True
 
     def _fail(self, version: VersionRecord, error: LoadError) -> None:
         version.fail(error)

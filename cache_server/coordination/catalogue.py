@@ -8,6 +8,7 @@
 <cache_dir>/.drains.json                               those that are drained
 <cache_dir>/.dropped.json                              dropped versions, with their attempts
 <cache_dir>/.catalogue-made                            empty; its time is the first start
+<cache_dir>/.catalogue-id.json                         random; write ids begin with it
 
 Each file has a checksum: see `state_files`. A damaged one is never taken for another.
 """
@@ -17,6 +18,8 @@ from __future__ import annotations
 import json
 import logging
 import math
+import re
+import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -37,7 +40,7 @@ from cache_server.shards.version_key import VersionKey
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 5  # of an entry; raise it with every addition
+_FORMAT = 6  # of an entry; raise it with every addition
 _T = TypeVar("_T")
 Moves = Mapping[VersionKey, Mapping[int, tuple[str, ...]]]  # -> shard -> its homes
 _WRONG = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
@@ -141,7 +144,7 @@ class CatalogueEntry:
         was_ready: it was served once, possibly without any shard.
         failure: why its load failed; without secrets.
         owner: the principal that asked for the load; empty: this cache had no authentication.
-        homes: see `VersionRecord`.
+        homes, holders: see `VersionRecord`.
         log: of this attempt; None if it has no group yet, or cannot be read.
     """
 
@@ -153,6 +156,7 @@ class CatalogueEntry:
     failure: CacheError | None = None
     owner: str = ""
     homes: Sequence[Sequence[str]] = ()
+    holders: tuple[str, ...] = ()
     log: CatalogueLog | None = None
 
 
@@ -171,6 +175,7 @@ class Catalogue:
         self._drains = directory / ".drains.json"
         self._dropped = directory / ".dropped.json"
         self._made = directory / ".catalogue-made"
+        self._id = directory / ".catalogue-id.json"
 
     def exists(self) -> bool:
         """Whether a coordinator ever used this directory."""
@@ -189,6 +194,23 @@ class Catalogue:
             self._made.touch()
         return max(0.0, time.time() - self._made.stat().st_mtime)
 
+    def id(self) -> str:
+        """Eight hexadecimal digits that tell this catalogue from others; made at its first start.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+
+        def decode(value: Any) -> str:
+            if not re.fullmatch(r"[0-9a-f]{8}", value):
+                raise ValueError("no id of a catalogue")
+            return str(value)
+
+        if not (known := _read_value(self._id, "id", decode, "")):
+            known = secrets.token_hex(4)
+            _write_value(self._id, "id", known)
+        return known
+
     def write(
         self,
         pinned: PinnedVersion,
@@ -200,6 +222,7 @@ class Catalogue:
         failure: CacheError | None = None,
         owner: str = "",
         homes: Sequence[Sequence[str]] = (),
+        holders: Sequence[str] = (),
     ) -> None:
         """Writes one version; the arguments are the attributes of `CatalogueEntry`.
 
@@ -214,6 +237,7 @@ class Catalogue:
             was_ready=was_ready,
             failure=None if failure is None else to_proto(failure),
             owner=owner,
+            holders=holders,
         )
         for shard in pinned.shards or ():
             entry.shards.add(
@@ -464,6 +488,7 @@ def _decode(entry: pb.CatalogueEntry, log: CatalogueLog | None) -> CatalogueEntr
         from_proto(entry.failure) if entry.HasField("failure") else None,
         entry.owner,
         homes if any(homes) else (),
+        tuple(entry.holders),
         log,
     )
 

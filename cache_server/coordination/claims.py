@@ -9,7 +9,6 @@ from collections.abc import Set
 from cache_server.coordination.cache_state import CacheState
 from cache_server.coordination.holdings.holder_checks import Holder, Outcome, Said, ShardCheck
 from cache_server.coordination.members.membership import Member
-from cache_server.coordination.versions.states import State
 from cache_server.coordination.versions.version_record import VersionRecord
 
 logger = logging.getLogger(__name__)
@@ -30,7 +29,7 @@ class Claims:
     def distrust_liar(self, node_id: str) -> None:
         """Marks a node that claims what contradicts the other nodes."""
         for version in self._state.versions.values():
-            suspect = version.state is State.SERVED and node_id in version.contradicted
+            suspect = version.state.was_served and node_id in version.contradicted
             if suspect and (lie := self._state.holdings(version).lie(node_id)):
                 self.distrust(node_id, lie)
                 return

@@ -15,7 +15,7 @@ from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.coordination.cache_state import CacheState
 from cache_server.coordination.catalogue import Catalogue
 from cache_server.coordination.claims import Claims
-from cache_server.coordination.commits import Commits
+from cache_server.coordination.commits import AskHolder, Commits
 from cache_server.coordination.draining import Draining
 from cache_server.coordination.heartbeats import Heartbeats
 from cache_server.coordination.holdings.holder_checks import HolderChecks
@@ -38,6 +38,7 @@ class Coordinator:
             unknown versions of the nodes for this long: their specs may be loaded again.
         sources: that it may read.
         checks: which claims of nodes count; `next_check` must be called for it.
+        ask_holder: asks nodes for puts; None: what they reported counts.
         clock: monotonic seconds.
 
     Attributes:
@@ -48,6 +49,7 @@ class Coordinator:
         begin_write, write_schema, commit_write, abort_write: writes; see `Commits`.
         get, failure, datasets, summaries, watch, delete: versions; see `Readers`.
         drain, undrain, nodes: every known node, and their drains; see `Draining`.
+        orphans, drop_orphans: files of no known version; see `Readers`.
         heartbeat: the report of a node; see `Heartbeats.apply`.
         next_check, apply_check: the second reader; see `Claims`.
     """
@@ -62,6 +64,7 @@ class Coordinator:
         node_timeout_s: float,
         lease_s: float = 600.0,
         checks: HolderChecks | None = None,
+        ask_holder: AskHolder | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.damaged = catalogue.damaged
@@ -79,13 +82,14 @@ class Coordinator:
         self.next_check, self.apply_check = claims.next_check, claims.apply_check
         loads = Loads(self.state, claims, sources)
         self.create, self.attach, self.plan = loads.create, loads.attach, loads.plan
-        commits = Commits(self.state, claims, loads)
+        commits = Commits(self.state, claims, loads, ask_holder)
         self.begin_write, self.write_schema = commits.begin, commits.schema
         self.commit_write, self.abort_write = commits.commit, commits.abort
         readers = Readers(self.state, heartbeat_interval_s, self._closed)
         self.get, self.failure, self.watch = readers.get, readers.failure, readers.watch
         self.datasets, self.summaries = readers.datasets, readers.summaries
         self.delete = readers.delete
+        self.orphans, self.drop_orphans = readers.orphans, readers.drop_orphans
         draining = Draining(self.state)
         self.drain, self.undrain, self.nodes = draining.drain, draining.undrain, draining.nodes
         heartbeats = Heartbeats(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Set
 from dataclasses import astuple
 
 from cache_protocol.v1 import cache_pb2 as pb
@@ -12,9 +11,11 @@ from cache_server.coordination.cache_state import CacheState
 from cache_server.coordination.claims import Claims
 from cache_server.coordination.draining import Draining
 from cache_server.coordination.members.membership import Answer, Member
+from cache_server.coordination.versions.file_fates import Fate, Holder
 from cache_server.jobs.jobs import Jobs
 from cache_server.jobs.reports import checked_report
-from cache_server.shards.version_key import VersionKey
+
+_SOON_S = 0.1  # between heartbeats while the commit of a write waits for them
 
 
 class Heartbeats:
@@ -129,13 +130,18 @@ class Heartbeats:
                     version.ended.note_asked(node_id, asked)
                     state.checks.assign(version.pinned.key, node_id, asked)
                 wanted.datasets.append(view.desired(node_id))
-        # An untrusted node changes nothing, so that its files can be examined.
-        kept: Set[VersionKey] = member.actual.keys()
-        if is_placed:
-            kept = kept - state.versions.keys()
-            kept = kept & state.orphans.find() if kept else kept
-        for key in sorted(kept, key=astuple):
-            wanted.kept.add(dataset=key.dataset, fingerprint=key.fingerprint)
+        holder = Holder.UNTRUSTED if member.untrusted else Holder.JOINING
+        holder = Holder.PLACED if is_placed else holder
+        # What an untrusted node holds can be examined, so it changes nothing.
+        for key in sorted(member.actual, key=astuple):
+            name = pb.VersionName(dataset=key.dataset, fingerprint=key.fingerprint)
+            fate = state.fate(key, holder)
+            if fate is Fate.GONE:
+                wanted.gone.append(name)
+            elif fate is not Fate.WANTED:
+                wanted.kept.append(name)
+            if fate is Fate.ORPHANED:
+                wanted.orphans.append(name)
         return wanted
 
     def _as_answer(
@@ -151,7 +157,11 @@ class Heartbeats:
             self._answers += 1
             member.answer = before = Answer(self._answers, wanted)
         response = pb.HeartbeatResponse(
-            interval_s=self._state.membership.interval_s(self._interval_s),
+            interval_s=self._state.membership.interval_s(
+                min(self._interval_s, _SOON_S)
+                if self._state.versions.are_moving()
+                else self._interval_s
+            ),
             coordinator=self._endpoints,
             report=member.report,
             answer=before.number,

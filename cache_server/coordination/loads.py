@@ -158,9 +158,7 @@ class Loads:
                 nothing has changed.
         """
         with self._state.changed:
-            version = newest(
-                v for v in self._state.versions.of_spec(spec) if v.state is State.SERVED
-            )
+            version = newest(v for v in self._state.versions.of_spec(spec) if v.state.was_served)
             return None if version is None else self.attach_to(version, spec, by=by)
 
     def attach_to(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import astuple
 
 from cache_protocol.errors import CacheError
 from cache_protocol.v1 import cache_pb2 as pb
@@ -12,8 +13,9 @@ from cache_protocol.wire.channels import rest_s
 from cache_server.auth.principals import EVERYTHING, Viewer
 from cache_server.coordination.cache_state import CacheState
 from cache_server.coordination.holdings.views import as_seen_by
-from cache_server.coordination.versions.states import State
+from cache_server.coordination.versions.file_fates import Fate
 from cache_server.coordination.versions.versions import EpochVersions, newest
+from cache_server.shards.version_key import VersionKey
 
 _WATCH_S = 0.5
 
@@ -71,7 +73,7 @@ class Readers:
         ready = {
             version.pinned.key.fingerprint: version
             for version in self._state.versions.seen_by(viewer, full)
-            if version.state is State.SERVED
+            if version.state.was_served
         }
         if (latest := newest(ready.values())) is None:
             return ""
@@ -115,7 +117,7 @@ class Readers:
         """
         full = viewer.resolve(name)
         with self._state.changed:
-            orphans = self._state.orphans.find(full)
+            orphans = self._orphans(viewer, full)
             if not orphans and self._state.versions.damaged.of(full) is None:
                 self._state.find(name, viewer=viewer)
             self._state.orphans.drop(*orphans)
@@ -124,6 +126,46 @@ class Readers:
                 self._state.expected = None
             self._state.mark_changed()
         self._state.notify_listeners()
+
+    def orphans(self, viewer: Viewer = EVERYTHING, name: str = "") -> list[pb.Orphan]:
+        """The files on live nodes that belong to no known version or write, by name.
+
+        Args:
+            name: of a dataset; empty: all that the viewer's namespace has.
+        """
+        with self._state.changed:
+            return list(self._orphans(viewer, viewer.resolve(name) if name else "").values())
+
+    def drop_orphans(self, viewer: Viewer = EVERYTHING, name: str = "") -> list[pb.Orphan]:
+        """Lets the nodes remove `orphans`, also those that are away now; returns what they hold."""
+        with self._state.changed:
+            found = self._orphans(viewer, viewer.resolve(name) if name else "")
+            self._state.orphans.drop(*found)
+            self._state.mark_changed()
+        self._state.notify_listeners()
+        return list(found.values())
+
+    def _orphans(self, viewer: Viewer, name: str) -> dict[VersionKey, pb.Orphan]:
+        found: dict[VersionKey, pb.Orphan] = {}
+        alive = self._state.membership.alive()
+        for node_id, member in sorted(self._state.membership.members.items()):
+            for key, actual in member.actual.items():
+                if (
+                    node_id not in alive
+                    or (name and key.dataset != name)
+                    or not viewer.can_read(key.dataset, ())
+                    or self._state.fate(key) is not Fate.ORPHANED
+                ):
+                    continue
+                shards = [shard for shard in actual.shards if shard.sealed]
+                orphan = found.setdefault(
+                    key,
+                    pb.Orphan(dataset=viewer.shown(key.dataset), fingerprint=key.fingerprint),
+                )
+                orphan.node_ids.append(node_id)
+                orphan.num_shards += len(shards)
+                orphan.num_bytes += sum(shard.num_bytes for shard in shards)
+        return {key: found[key] for key in sorted(found, key=astuple)}
 
     def watch(
         self,

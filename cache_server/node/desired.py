@@ -9,7 +9,6 @@ from functools import cached_property
 import pyarrow as pa
 
 from cache_protocol.storage.layout import Layout
-from cache_server.shards.put_key import PutKey
 from cache_server.shards.version_key import VersionKey
 from cache_server.source.pinned import WRITTEN, PinnedTable, Split
 
@@ -166,18 +165,15 @@ class DesiredState:
     """Everything that a node should hold.
 
     Attributes:
-        kept: versions that stay as they are: a coordinator with a new catalogue does not know them.
+        gone: versions and puts whose files go. All that is not named stays.
+        orphans: what the coordinator does not know.
         retry_no_room: a load for which there is no room is tried again: nodes left or came back
             lately.
         writes: by id; the rows that were put for them stay.
     """
 
     versions: Mapping[VersionKey, DesiredVersion] = field(default_factory=dict)
-    kept: frozenset[VersionKey] = frozenset()
+    gone: frozenset[VersionKey] = frozenset()
+    orphans: frozenset[VersionKey] = frozenset()
     retry_no_room: bool = False
     writes: Mapping[str, OpenWrite] = field(default_factory=dict)
-
-    def keeps(self, key: VersionKey) -> bool:
-        """Whether the rows of this name stay as they are."""
-        put = PutKey.of(key.fingerprint)
-        return key in self.kept or (put is not None and put.write_id in self.writes)

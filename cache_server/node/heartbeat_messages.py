@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 
 import pyarrow as pa
@@ -84,6 +85,16 @@ class ReportEncoder:
         is_known = response.report == self._number and not response.resend
         self._known_number = self._number if is_known else 0
         self._known = self._said if is_known else {}
+
+
+def held_shards(key: VersionKey, shards: Mapping[int, MappedShard]) -> pb.ActualDataset:
+    """The shards of a version or a put whose files are there at this moment."""
+    actual = pb.ActualDataset(dataset=key.dataset, fingerprint=key.fingerprint)
+    for index, shard in sorted(shards.items()):
+        with suppress(OSError):
+            if shard.path.stat().st_size == shard.sealed.num_bytes:
+                actual.shards.add(index=index, sealed=True, checksum=shard.sealed.checksum)
+    return actual
 
 
 def _said(version: ActualVersion) -> ActualVersion:
@@ -179,14 +190,17 @@ class DesiredDecoder:
         }
         self._state = DesiredState(
             {key: version for key, (_, version) in decoded.items()},
-            frozenset(
-                checked_names.version_key(kept.dataset, kept.fingerprint) for kept in response.kept
-            ),
+            _keys(response.gone),
+            _keys(response.orphans),
             response.room_may_come,
             {write_id: write for write_id, (_, write) in self._writes.items()},
         )
         self.answer = response.answer
         return self._state
+
+
+def _keys(names: Iterable[pb.VersionName]) -> frozenset[VersionKey]:
+    return frozenset(checked_names.version_key(name.dataset, name.fingerprint) for name in names)
 
 
 def _decode_write(message: pb.OpenWrite) -> OpenWrite:

@@ -9,10 +9,11 @@ coordinator.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import wait
 from dataclasses import astuple, replace
 from functools import partial
@@ -38,7 +39,12 @@ from cache_server.auth.principals import ANYONE, EVERYTHING, Principal, Viewer
 from cache_server.egress.allowed_sources import AllowedSources
 from cache_server.node.desired import DesiredState, DesiredVersion
 from cache_server.node.heartbeat_log import HeartbeatLog
-from cache_server.node.heartbeat_messages import DesiredDecoder, ReportEncoder, SealedShards
+from cache_server.node.heartbeat_messages import (
+    DesiredDecoder,
+    ReportEncoder,
+    SealedShards,
+    held_shards,
+)
 from cache_server.node.leaving import Leaving
 from cache_server.node.load_memory import LoadMemory
 from cache_server.node.load_threads import LoadThreads
@@ -119,6 +125,7 @@ class Node:
         credentials: of this node, for copies from other nodes.
         on_ready: called once, when `is_ready` becomes true.
         sources: that it may read.
+        keep_orphans_s: how long files stay that the coordinator does not know.
 
     Attributes:
         row_values: computes values of the rows that it serves.
@@ -135,8 +142,11 @@ class Node:
         credentials: Credentials = NO_CREDENTIALS,
         on_ready: Callable[[], None] = lambda: None,
         sources: AllowedSources = AllowedSources([""]),  # noqa: B008  it is immutable
+        keep_orphans_s: float = math.inf,
     ) -> None:
         self._store = store
+        self._keep_orphans_s = keep_orphans_s
+        self._orphans: dict[VersionKey, float] = {}  # monotonic seconds of the first answer
         self._link = link
         self.description = description
         self._on_ready = on_ready
@@ -339,6 +349,10 @@ class Node:
             raise NotReadyError(f"shard {index} of {key.dataset!r} {reason}") from None
         return self._checked_bytes(key, shard, mapped, max_bytes)
 
+    def held(self, keys: Iterable[VersionKey]) -> list[pb.ActualDataset]:
+        """The shards of versions and puts whose files this node has at this moment."""
+        return [held_shards(key, self._store.shards(key)) for key in keys]
+
     def _checked_bytes(
         self, key: VersionKey, shard: MappedShard, mapped: pa.MemoryMappedFile, max_bytes: int
     ) -> Iterator[pa.Buffer]:
@@ -522,7 +536,7 @@ class Node:
             return False
         self._puts.update(desired.writes)
         actual, sealed = self._snapshot()
-        result = reconcile(desired, actual)
+        result = reconcile(desired, actual, self._expired(desired, actual))
         for action in result.actions:
             self._act(action, sealed)
         with self._lock:
@@ -534,6 +548,16 @@ class Node:
         if becomes_ready:
             self._on_ready()
         return any(isinstance(action, Publish | StartLoads) for action in result.actions)
+
+    def _expired(
+        self, desired: DesiredState, actual: Mapping[VersionKey, ActualVersion]
+    ) -> set[VersionKey]:
+        """The orphans that were kept for long enough."""
+        now = time.monotonic()
+        self._orphans = {
+            key: self._orphans.get(key, now) for key in desired.orphans if key in actual
+        }
+        return {k for k, since in self._orphans.items() if now - since >= self._keep_orphans_s}
 
     def _act(self, action: Action, sealed: SealedShards) -> None:
         match action:

@@ -1,11 +1,13 @@
-"""Copies shard files from other nodes over Flight, with a deadline and keepalive."""
+"""Copies shard files from other nodes over Flight, and asks which ones they have."""
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Collection, Generator, Iterator, Mapping
+from contextlib import contextmanager
 
 import pyarrow as pa
 import pyarrow.flight as flight
+from google.protobuf.message import DecodeError
 
 from cache_protocol.errors import NodeUnavailableError
 from cache_protocol.v1 import cache_pb2 as pb
@@ -13,7 +15,9 @@ from cache_protocol.wire.channels import DIRECT
 from cache_protocol.wire.credentials import NO_CREDENTIALS, Credentials
 from cache_server.shards.version_key import VersionKey
 
+HELD_SHARDS_ACTION = "held-shards"
 _TIMEOUT_S = 600.0  # of one file
+_ASK_TIMEOUT_S = 2.0
 
 
 def shard_file(
@@ -39,8 +43,46 @@ def shard_file(
         NodeUnavailableError: the copy failed; names node, dataset and shard.
     """
     ticket = pb.ReadTicket(dataset=key.dataset, fingerprint=key.fingerprint, shard_file=index)
-    headers = [(name.encode(), value.encode()) for name, value in credentials.headers()]
-    options = flight.FlightCallOptions(timeout=timeout_s, headers=headers)
+    pings = _keepalive_options(keepalive_s, keepalive_timeout_s)
+    with _client(location, credentials, pings, f"shard {index} of {key.dataset!r}") as client:
+        options = _call_options(credentials, timeout_s)
+        reader = client.do_get(flight.Ticket(ticket.SerializeToString()), options)
+        for chunk in reader:
+            yield chunk.data.column(0)[0].as_buffer()
+
+
+def held_shards(
+    location: str,
+    dataset: str,
+    keys: Collection[VersionKey],
+    *,
+    credentials: Credentials = NO_CREDENTIALS,
+    timeout_s: float = _ASK_TIMEOUT_S,
+) -> Mapping[VersionKey, Mapping[int, str]]:
+    """Asks a node which shards of versions and puts of a dataset it has now: index -> checksum.
+
+    Raises:
+        NodeUnavailableError: it does not answer.
+    """
+    request = pb.HeldShardsRequest(dataset=dataset, fingerprints=[key.fingerprint for key in keys])
+    action = flight.Action(HELD_SHARDS_ACTION, request.SerializeToString())
+    pings = _keepalive_options(timeout_s, timeout_s)
+    with _client(location, credentials, pings, "the list of its shards") as client:
+        (result,) = client.do_action(action, _call_options(credentials, timeout_s))
+        answer = pb.HeldShardsResponse.FromString(result.body.to_pybytes())
+    return {
+        VersionKey(actual.dataset, actual.fingerprint): {
+            shard.index: shard.checksum for shard in actual.shards
+        }
+        for actual in answer.datasets
+    }
+
+
+@contextmanager
+def _client(
+    location: str, credentials: Credentials, pings: list[tuple[str, int]], what: str
+) -> Iterator[flight.FlightClient]:
+    """A client of a node; its errors become a `NodeUnavailableError` that names what was asked."""
     files = credentials.tls_files()
     try:
         with flight.FlightClient(
@@ -48,16 +90,17 @@ def shard_file(
             tls_root_certs=files.ca,
             cert_chain=files.cert,
             private_key=files.key,
-            generic_options=_keepalive_options(keepalive_s, keepalive_timeout_s),
+            generic_options=pings,
         ) as client:
-            reader = client.do_get(flight.Ticket(ticket.SerializeToString()), options)
-            for chunk in reader:
-                yield chunk.data.column(0)[0].as_buffer()
-    except (flight.FlightError, pa.ArrowException, OSError) as error:
+            yield client
+    except (flight.FlightError, pa.ArrowException, OSError, ValueError, DecodeError) as error:
         reason = str(error).partition("\n")[0]
-        raise NodeUnavailableError(
-            f"node {location} did not give shard {index} of {key.dataset!r}: {reason}"
-        ) from None
+        raise NodeUnavailableError(f"node {location} did not give {what}: {reason}") from None
+
+
+def _call_options(credentials: Credentials, timeout_s: float) -> flight.FlightCallOptions:
+    headers = [(name.encode(), value.encode()) for name, value in credentials.headers()]
+    return flight.FlightCallOptions(timeout=timeout_s, headers=headers)
 
 
 def _keepalive_options(keepalive_s: float, keepalive_timeout_s: float) -> list[tuple[str, int]]:

@@ -157,16 +157,28 @@ class Reconciliation:
     is_ready: bool
 
 
-def reconcile(desired: DesiredState, actual: Mapping[VersionKey, ActualVersion]) -> Reconciliation:
+def reconcile(
+    desired: DesiredState,
+    actual: Mapping[VersionKey, ActualVersion],
+    expired: Set[VersionKey] = frozenset(),
+) -> Reconciliation:
     """The actions that bring a node from ``actual`` towards ``desired``.
+
+    Files go only if the coordinator names them: see `coordination.versions.file_fates`.
 
     Args:
         actual: every version that the node should hold or stores.
+        expired: the orphans that the node keeps no longer.
     """
     actions: list[Action] = []
     is_ready = True
     for key, version in actual.items():
-        if key not in desired.versions and not desired.keeps(key):
+        if key not in desired.versions and (
+            version.is_retired
+            or key in desired.gone
+            or key in expired
+            or (key in desired.orphans and not version.sealed)
+        ):
             actions.append(_leave(key, version))
     for key, wanted in desired.versions.items():
         version = actual.get(key, ActualVersion())

@@ -31,7 +31,7 @@ from cache_protocol.wire.channels import MAX_MESSAGE_BYTES
 from cache_protocol.wire.credentials import NO_CREDENTIALS, Credentials
 from cache_protocol.wire.load_progress import shorten_shards
 from cache_server.auth.authenticator import Authenticator, Caller
-from cache_server.auth.principals import Viewer
+from cache_server.auth.principals import Principal, Role, Viewer
 from cache_server.coordination.coordinator import Coordinator
 from cache_server.coordination.versions.writes import Chosen, require_small_schema
 from cache_server.jobs.job import MOST_RANKS
@@ -270,20 +270,27 @@ class CoordinatorServicer(cache_pb2_grpc.CoordinatorServicer):
     def ListDatasets(
         self, request: pb.ListDatasetsRequest, context: grpc.ServicerContext
     ) -> pb.ListDatasetsResponse:
-        """One version of every dataset: the newest that has not failed."""
+        """One version of every dataset: the newest that has not failed; or the orphans."""
         with _error_statuses(context):
             viewer = _viewer(caller_of(context), request.viewer)
+            if request.orphans:
+                own = _own_viewer(caller_of(context).principal)
+                return pb.ListDatasetsResponse(orphans=self._coordinator.orphans(own))
             return pb.ListDatasetsResponse(datasets=self._coordinator.datasets(viewer))
 
     def DeleteDataset(
         self, request: pb.DeleteDatasetRequest, context: grpc.ServicerContext
     ) -> pb.DeleteDatasetResponse:
-        """Forgets a dataset."""
+        """Forgets a dataset, or what no dataset has."""
         with _error_statuses(context):
             caller = caller_of(context)
             principal = caller.principal
-            caller.about["dataset"] = name = principal.viewer.resolve(request.name)
+            caller.about["dataset"] = name = principal.viewer.resolve(request.name or "all")
             principal.require_own(name, "a drop")
+            if request.orphans:
+                own = _own_viewer(principal)
+                dropped = self._coordinator.drop_orphans(own, request.name)
+                return pb.DeleteDatasetResponse(orphans=dropped)
             self._coordinator.delete(request.name, viewer=principal.viewer)
             return pb.DeleteDatasetResponse()
 
@@ -385,6 +392,11 @@ class CoordinatorServicer(cache_pb2_grpc.CoordinatorServicer):
             if not self._coordinator.knows(request.node.id):
                 host = self._callbacks.ask(request.node, context.peer())
             return self._coordinator.heartbeat(request, by=caller_of(context).principal, host=host)
+
+
+def _own_viewer(principal: Principal) -> Viewer:
+    """Sees what the caller may drop."""
+    return Viewer(principal.namespace, sees_all=Role.ADMIN in principal.roles)
 
 
 def _viewer(caller: Caller, asked: pb.Viewer) -> Viewer:

@@ -61,11 +61,11 @@ def sealed_info(
     """One endpoint for each shard of the log that has rows, which are numbered by shard.
 
     Raises:
-        LoadError: the load failed.
+        LoadError: the load failed. NodeUnavailableError: nodes with its rows are away.
         NotReadyError: the log has no more groups yet, or no node has one of its shards now.
         RequestError: the coordinator keeps no log.
     """
-    if info.state == pb.DATASET_STATE_FAILED:
+    if info.state in (pb.DATASET_STATE_FAILED, pb.DATASET_STATE_UNAVAILABLE):
         require_ready(info)
     if not info.HasField("log"):
         raise RequestError("the coordinator is of a release without logs of loads: update it")

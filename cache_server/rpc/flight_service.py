@@ -36,8 +36,9 @@ from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.wire.credentials import Credentials
 from cache_server.auth.authenticator import Authenticator
 from cache_server.auth.principals import Role, Viewer
-from cache_server.auth.verbs import SHARD_FILE
+from cache_server.auth.verbs import HELD_SHARDS, SHARD_FILE
 from cache_server.node.node import Node
+from cache_server.node.peer_files import HELD_SHARDS_ACTION
 from cache_server.node.puts import PutMessage
 from cache_server.node.row_values import Caller
 from cache_server.node.traffic import Read, Traffic
@@ -323,6 +324,11 @@ class FlightService(flight.FlightServerBase):
                     "takes what a reader has done: a cache.v1.ReaderReport; "
                     "a cache.v1.Disagreement follows where its ranks disagree",
                 ),
+                (
+                    HELD_SHARDS_ACTION,
+                    "for the coordinator: takes a cache.v1.HeldShardsRequest, answers a "
+                    "cache.v1.HeldShardsResponse",
+                ),
             ]
 
     def do_action(
@@ -334,9 +340,16 @@ class FlightService(flight.FlightServerBase):
                 report = _parse(pb.ReaderReport, action.body, "report")
                 told = self._ready_node().take_report(report, call.principal)
                 return iter([] if told is None else [flight.Result(told.SerializeToString())])
+            if action.type == HELD_SHARDS_ACTION:
+                call.principal.require(Role.NODE, HELD_SHARDS)
+                asked = _parse(pb.HeldShardsRequest, action.body, "request for held shards")
+                keys = [VersionKey(asked.dataset, name) for name in asked.fingerprints]
+                held = pb.HeldShardsResponse(datasets=self._ready_node().held(keys))
+                return iter([flight.Result(held.SerializeToString())])
             if action.type != ENDPOINTS_ACTION:
                 raise RequestError(
-                    f"no action {action.type!r}; actions: {ENDPOINTS_ACTION}, {REPORT_ACTION}"
+                    f"no action {action.type!r}; actions: {ENDPOINTS_ACTION}, {REPORT_ACTION}, "
+                    f"{HELD_SHARDS_ACTION}"
                 )
             endpoints = self._ready_node().coordinator
             if not endpoints.control_location:

@@ -21,6 +21,7 @@ from cache_server.web.jobs_view import jobs_view
 from cache_server.web.style import STYLE
 
 REFRESH_S = 5
+_BAD_STATES = (pb.DATASET_STATE_FAILED, pb.DATASET_STATE_UNAVAILABLE)
 _MOST_FAILURES = 3  # datasets whose errors are shown
 
 
@@ -84,7 +85,9 @@ def _of_cache(cache: CacheStatus, view: View) -> Iterator[str]:
     datasets = [
         [
             info.spec.name,
-            Alert("failed") if info.state == pb.DATASET_STATE_FAILED else state_name(info.state),
+            Alert(state_name(info.state))
+            if info.state in _BAD_STATES
+            else state_name(info.state),
             _loaded(info),
             f"{info.num_rows or info.progress.rows_done:,}",
             size(info.num_bytes),
@@ -132,20 +135,20 @@ def _problems(cache: CacheStatus, view: View) -> Iterator[str]:
             found.append(f"{len(nodes)} of {len(cache.nodes)} nodes {what}: {some}{more}")
     if cache.damaged_entries:
         found.append(f"{cache.damaged_entries} damaged entries of the catalogue are set aside")
-    failed = [info for info in cache.datasets if info.state == pb.DATASET_STATE_FAILED]
+    failed = [info for info in cache.datasets if info.state in _BAD_STATES]
     items = [f"<li>{text(Alert(each))}</li>" for each in found]
     is_cut = False
     for info in failed[:_MOST_FAILURES]:
         message = info.error.message
         first = short(message.partition("\n")[0])
         is_cut |= first != message
-        head = f"dataset {info.spec.name} failed"
+        head = f"dataset {info.spec.name} {state_name(info.state)}"
         if "errors" in view.shown and first != message:
             items.append(f"<li>{text(Alert(head))}{_whole(info)}</li>")
         else:
             items.append(f"<li>{text(Alert(f'{head}: {first}'))}</li>")
     if len(failed) > _MOST_FAILURES:
-        more = f"{len(failed) - _MOST_FAILURES} more datasets failed"
+        more = f"{len(failed) - _MOST_FAILURES} more datasets failed or are unavailable"
         items.append(f"<li>{text(Alert(more))}</li>")
     if items:
         fold = f"<p>{view.fold('errors', 'whole errors')}</p>" if is_cut else ""

@@ -198,12 +198,15 @@ def require_ready(info: pb.DatasetInfo) -> pb.DatasetInfo:
 
     Raises:
         LoadError: it failed; has the reason.
+        NodeUnavailableError: its rows lie on nodes that are away; names them.
         NotReadyError: it is loading; has the progress.
     """
     if info.state == pb.DATASET_STATE_READY:
         return info
     if info.state == pb.DATASET_STATE_FAILED:
         raise LoadError(info.error.message)
+    if info.state == pb.DATASET_STATE_UNAVAILABLE:
+        raise from_proto(info.error)
     progress = info.progress
     raise NotReadyError(
         f"dataset {info.spec.name!r} is loading: {progress.shards_done} of "

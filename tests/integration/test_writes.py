@@ -31,6 +31,7 @@ from cache_client import (
     LoadError,
     LoadReport,
     LostPartitionsError,
+    NodeUnavailableError,
     RequestError,
     SchemaError,
 )
@@ -455,9 +456,9 @@ def test_rows_outlive_a_node_only_with_replicas_and_come_back_with_it() -> None:
 
         cluster.nodes[1].kill()
 
-        wait_until(lambda: client.describe("one").state == "failed", WAIT_S, "rows are lost")
-        assert "no source has them" in str(client.describe("one").error)
-        with pytest.raises(LoadError, match="no source has them"):
+        wait_until(lambda: client.describe("one").state == "unavailable", WAIT_S, "rows are away")
+        assert "only on nodes that are away" in str(client.describe("one").error)
+        with pytest.raises(NodeUnavailableError, match="only on nodes that are away"):
             client.head("one")
         assert client.describe("two").state == "ready"
         assert client.head("two", ROWS).column("row").to_pylist() == list(range(ROWS))

@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Mapping, Sequence, Set
 from functools import cached_property
 
-from cache_protocol.errors import CacheError, LoadError, some_of, to_proto
+from cache_protocol.errors import CacheError, LoadError, NodeUnavailableError, some_of, to_proto
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.coordination.holdings.holder_checks import HolderChecks
 from cache_server.coordination.holdings.shard_holders import NOTHING, ShardHolders
@@ -21,7 +21,6 @@ from cache_server.coordination.members.placement import (
     desired_shards,
     shards_by_node,
 )
-from cache_server.coordination.versions.states import State
 from cache_server.coordination.versions.version_record import VersionRecord
 from cache_server.plan.pinned_version import split_to_proto
 from cache_server.plan.written_version import put_of
@@ -98,7 +97,7 @@ class Holdings:
         complete again when the lost node comes back.
         """
         version = self.version
-        if version.state is not State.SERVED:
+        if not version.state.was_served:
             return version.failure
         if not self._all_reported():
             return None
@@ -119,32 +118,40 @@ class Holdings:
             lacks_some = len(held) < (version.num_shards or 0)
             if actual.failure and lacks_some and self.may_load(node_id, WHOLE_QUERY):
                 return version.load_error(actual.failure)
-        return version.load_error(lost_rows) if (lost_rows := self.lost_rows()) else None
+        return None
 
-    def lost_rows(self) -> str:
-        """How many rows of a written version no live node has; empty: none.
-
-        They are lost, unless a node comes back: no source has them.
-        """
+    @cached_property
+    def num_rows_away(self) -> int:
+        """How many rows of a written version no live node has, and no source."""
         version = self.version
         if not version.pinned.is_written or not self._all_reported():
-            return ""
-        lost = [index for index in range(version.num_shards or 0) if not self._rows_on(index)]
-        if not lost:
-            return ""
-        rows = sum(version.sealed[index].num_rows for index in lost)
-        gone = some_of(sorted(self._members.keys() - self._alive))
-        return (
-            f"no node has {rows} of its rows, in {len(lost)} shards, and they were written: no "
-            f"source has them. Lost nodes: {gone}. Write the dataset again, or start such a node "
-            "with its files"
+            return 0
+        indices = range(version.num_shards or 0)
+        return sum(version.sealed[i].num_rows for i in indices if not self._rows_on(i))
+
+    def awaited(self) -> list[str]:
+        """The nodes that are away and have such rows; all that are away, if none is known to."""
+        away = self._members.keys() - self._alive
+        dataset = self._pinned.key.dataset
+        keys = {VersionKey(dataset, put) for put in self.version.puts} | {self._pinned.key}
+        known = {node_id for node_id in away if not keys.isdisjoint(self._members[node_id].actual)}
+        known |= set(self.version.holders) - self._alive
+        return sorted(known or away)
+
+    def absence(self) -> NodeUnavailableError:
+        """The error of a version that waits for its nodes."""
+        nodes = some_of(self.awaited(), ", node ")
+        return NodeUnavailableError(
+            f"dataset {self._pinned.spec.name!r} is unavailable: {self.num_rows_away} of its rows "
+            f"were written, and lie only on nodes that are away: node {nodes}. It is ready again "
+            "when they are back with their files. Start them, or write the dataset again"
         )
 
     @cached_property
     def _put_on(self) -> Mapping[int, Set[str]]:
         """The live nodes with each shard of a written version as it was put, not moved yet."""
         version = self.version
-        if not version.pinned.is_written or version.state is State.SERVED:
+        if not version.pinned.is_written or version.state.was_served:
             return {}
         put_on: dict[int, set[str]] = {}
         dataset = version.pinned.key.dataset
@@ -278,7 +285,7 @@ class Holdings:
             return False
         holders = self.holders(serving=True)
         num_shards = version.num_shards or 0
-        if version.state is State.SERVED:
+        if version.state.was_served:
             return len(holders) == num_shards
         # A ready dataset with replicas survives the loss of a node.
         placement = self.placement(num_shards)
@@ -289,6 +296,10 @@ class Holdings:
                 self._holders.unready_at = index
                 return False
         return True
+
+    def is_open(self) -> bool:
+        """Whether readers may have the rows: every replica was there once, and said so again."""
+        return self.version.state.was_served and self.is_ready()
 
     def placement(self, num_shards: int) -> tuple[tuple[str, ...], ...]:
         """The nodes that should hold each shard; see `place`."""
@@ -378,7 +389,7 @@ class Holdings:
             is_held, is_put = node_id in sealed_on.get(index, ()), node_id in put.get(index, ())
             same_on = self._same_on(index)
             if pinned.is_written and not (is_held or is_put or held_by or same_on):
-                continue  # it is lost: see `lost_rows`
+                continue  # it is away: see `num_rows_away`
             shard = desired.shards.add(index=index, row_start=starts[index] if starts else 0)
             if is_held:
                 continue
@@ -523,7 +534,11 @@ class Holdings:
         if failure is not None:
             info.state = pb.DATASET_STATE_FAILED
             info.error.CopyFrom(to_proto(failure))
-        elif self.is_ready():
+        elif version.state.is_away:
+            info.state = pb.DATASET_STATE_UNAVAILABLE
+            info.error.CopyFrom(to_proto(self.absence()))
+            info.awaited.extend(self.awaited())
+        elif self.is_open():
             info.state = pb.DATASET_STATE_READY
         else:
             info.state = pb.DATASET_STATE_LOADING

@@ -13,7 +13,6 @@ from cache_server.coordination.holdings.holder_checks import HolderChecks
 from cache_server.coordination.holdings.holdings import Holdings
 from cache_server.coordination.members.clusters import Cluster
 from cache_server.coordination.members.membership import Member
-from cache_server.coordination.versions.states import State
 from cache_server.coordination.versions.version_record import VersionRecord
 from cache_server.plan.pinned_version import PinnedVersion
 from cache_server.shards.version_key import VersionKey
@@ -73,7 +72,7 @@ class Views:
         """The view of a version; it is kept if the coordinator knows this version."""
         key = version.pinned.key
         base = None  # a version that is ready has its files: no chain of versions is kept
-        if version.base is not None and version.state is not State.SERVED:
+        if version.base is not None and not version.state.was_served:
             base = self._versions.get(version.base)
         base_view = None if base is None else self.look(base, cluster)
         as_of = self._changes_of_all, version.changes, cluster, base_view

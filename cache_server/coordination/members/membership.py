@@ -61,6 +61,7 @@ class Member:
     node: pb.Node
     last_seen: float
     reporter: str | None = None
+    heard: int = 0
     is_own: bool = False
     report: int = 0
     answer: Answer | None = None
@@ -92,6 +93,7 @@ class Membership:
         clock: monotonic seconds.
 
     Attributes:
+        heard: how many heartbeats were taken.
         waiting_since: when the oldest report came that waits to be taken; infinite if none waits.
             The time since then counts for no node as silence: its report may be behind that one.
     """
@@ -104,6 +106,7 @@ class Membership:
         self._members = {  # in the order of their last reports
             node_id: Member(pb.Node(id=node_id), clock()) for node_id in catalogue.read_members()
         }
+        self.heard = 0
         self._unwritten = False
         self._names: tuple[str, ...] | None = None
         self._back_at = -math.inf  # the last return of a lost node
@@ -249,8 +252,16 @@ class Membership:
             self._require_place_of_host(node_id, host)
         joined = known is None
         former = self._former(known, request.node, is_own=is_own)
+        self.heard += 1
         member = Member(
-            request.node, self._clock(), reporter, is_own, request.report, former=former, host=host
+            request.node,
+            self._clock(),
+            reporter,
+            self.heard,
+            is_own,
+            request.report,
+            former=former,
+            host=host,
         )
         member.actual = dict(zip(keys, request.datasets, strict=True))
         member.changed = member.actual.keys()

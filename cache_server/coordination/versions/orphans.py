@@ -1,7 +1,7 @@
-"""Versions that nodes hold or report, but the coordinator does not know.
+"""Files that nodes hold, but no version or write of the coordinator has.
 
 The catalogue was lost, and the versions may be requested again; or their entries are damaged; or
-they were dropped.
+they were dropped, and nodes that were away still hold them.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from cache_server.shards.version_key import VersionKey
 
 logger = logging.getLogger(__name__)
 
-_REMEMBERED = 1000  # dropped versions; no node still reports an older one
+_REMEMBERED = 1000  # dropped versions; what a node still holds of an older one is an orphan
 
 
 class Orphans:
-    """Versions that the nodes keep until their spec is loaded again. One thread at a time.
+    """Versions that the nodes keep until they are loaded again or dropped. One thread at a time.
 
     Args:
         versions: those that the coordinator knows; read at each call.
         membership: the nodes and their reports.
         catalogue: keeps the dropped versions over a restart.
-        lease_s: how long orphans of a new catalogue, and orphans with recent reads, are kept.
+        lease_s: how long a new catalogue expects nodes that hold versions of an earlier one.
         clock: monotonic seconds.
     """
 
@@ -45,7 +45,6 @@ class Orphans:
         self._versions = versions
         self._membership = membership
         self._catalogue = catalogue
-        self._lease_s = lease_s
         self._clock = clock
         self._new_until = clock() + lease_s - catalogue.age_s()
         self._dropped = catalogue.read_dropped()
@@ -68,26 +67,20 @@ class Orphans:
         except OSError as error:  # matters only after a restart
             logger.error("dropped versions not written reason=%s", error.strerror)
 
+    def is_dropped(self, key: VersionKey) -> bool:
+        """Whether a user dropped or replaced a version, and it is remembered."""
+        return key in self._dropped
+
     def find(self, name: str | None = None) -> set[VersionKey]:
-        """The orphans to keep; all of them, or those of one dataset.
-
-        With a damaged entry, also the rows of puts: they may not have been moved to the version.
-        """
-        is_new, damaged = self._is_new(), self._catalogue.damaged
-
-        def is_kept(key: VersionKey, actual: pb.ActualDataset) -> bool:
-            if PutKey.of(key.fingerprint) is not None:
-                return damaged.of(key.dataset) is not None
-            if key in damaged:
-                return True
-            is_read = actual.HasField("idle_s") and actual.idle_s < self._lease_s
-            return key not in self._dropped and (is_new or is_read)
-
+        """The versions without an entry to keep; all of them, or those of one dataset."""
         return {
             key
             for member in self._membership.members.values()
-            for key, actual in member.actual.items()
-            if name in {None, key.dataset} and key not in self._versions and is_kept(key, actual)
+            for key in member.actual
+            if name in {None, key.dataset}
+            and key not in self._versions
+            and key not in self._dropped
+            and PutKey.of(key.fingerprint) is None
         }
 
     def attempt(self, key: VersionKey) -> int:
@@ -130,7 +123,7 @@ class Orphans:
         if lost or read:
             raise NotReadyError(
                 f"dataset {name!r} is not known yet to a coordinator that was replaced: load its "
-                "spec again"
+                "spec again, or write it again, or drop it (cachectl ls --orphans)"
             )
 
     def _is_new(self) -> bool:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import secrets
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import islice
 
 from cache_protocol.errors import CacheError, LoadError, PermissionDeniedError, some_of
@@ -21,7 +22,7 @@ from cache_server.coordination.catalogue import (
 )
 from cache_server.coordination.members.ended_nodes import WHOLE_QUERY, EndedNodes
 from cache_server.coordination.versions.states import TRANSITIONS, State, Step
-from cache_server.coordination.versions.writes import ChosenRows
+from cache_server.coordination.versions.writes import ChosenRows, puts_of
 from cache_server.plan.pinned_version import PinnedVersion
 from cache_server.plan.shard_plan import same_shards
 from cache_server.shards.version_key import VersionKey
@@ -105,6 +106,9 @@ class VersionRecord:
         base: an earlier version that has some of its shards too; it may be forgotten meanwhile.
         reused: shard -> the shard of ``base`` with the same content.
         homes: the nodes that had the content of each shard before; empty: none had any.
+        holders: the nodes that had the rows of its write, or all replicas of it.
+        complete_at: the number of the heartbeat that completed the replicas of its write; None:
+            they are not complete. See `is_confirmed`.
         changes: counted, so that a view of the version tells whether it is outdated.
         log: the groups in which its shards were sealed.
     """
@@ -129,6 +133,8 @@ class VersionRecord:
     base: VersionKey | None = None
     reused: Mapping[int, int] = field(default_factory=dict)
     homes: Sequence[Sequence[str]] = ()
+    holders: tuple[str, ...] = ()
+    complete_at: int | None = None
     changes: int = 0
     log: SealedGroups = field(default_factory=lambda: SealedGroups(secrets.token_hex(8)))
     _row_starts: tuple[int, ...] | None = field(default=None, init=False, repr=False)
@@ -149,6 +155,7 @@ class VersionRecord:
             result_shards=len(entry.sealed) if has_run else None,
             owner=entry.owner,
             homes=entry.homes,
+            holders=entry.holders,
         )
         if entry.log is not None:
             version.log = SealedGroups(entry.log.log_id, entry.log.groups)
@@ -174,6 +181,7 @@ class VersionRecord:
             asked_at=asked_at,
             owner=owner,
             put_by=dict(enumerate(rows.node_ids, first)),
+            holders=tuple(sorted(set(rows.node_ids))),
         )
 
     def reuse(self, base: VersionRecord, placement: Sequence[Sequence[str]] = ()) -> None:
@@ -207,10 +215,11 @@ class VersionRecord:
                 self.attempt,
                 sealed,
                 self.created,
-                was_ready=self.state is State.SERVED,
+                was_ready=self.state.was_served,
                 failure=self.failure,
                 owner=self.owner,
                 homes=self.homes,
+                holders=self.holders,
             )
         except OSError as error:
             raise LoadError(
@@ -233,9 +242,7 @@ class VersionRecord:
         The shards of a whole query are all made at once: they are one group, once it has been
         served. A group that cannot be written is no part of the log.
         """
-        if self.num_shards is None or (
-            self.pinned.shards is None and self.state is not State.SERVED
-        ):
+        if self.num_shards is None or (self.pinned.shards is None and not self.state.was_served):
             return False
         group = self.log.next_group(self.sealed.keys(), self.num_shards)
         if not group:
@@ -309,6 +316,11 @@ class VersionRecord:
             self._sums.nulls.update(shard.nulls)
         return self._sums
 
+    @cached_property
+    def puts(self) -> Set[str]:
+        """The names of the puts that it is made of; none for a load."""
+        return puts_of(self.pinned) if self.pinned.is_written else frozenset()
+
     def release(self) -> None:
         """Closes the pins of the source."""
         for pin in self.pins:
@@ -329,7 +341,7 @@ class VersionRecord:
             The shards whose record it made.
         """
         self.notes.update(actual.notes)
-        if actual.failure and self.state is not State.SERVED:
+        if actual.failure and not self.state.was_served:
             self.fail(self.load_error(actual.failure))
         if actual.HasField("num_shards") and self.result_shards is None and may_record(WHOLE_QUERY):
             self.result_shards = actual.num_shards
@@ -338,14 +350,14 @@ class VersionRecord:
         is_contradicted = False
         for shard in actual.shards:
             if shard.failure:
-                if self.state is not State.SERVED:
+                if not self.state.was_served:
                     self.fail(self.load_error(shard.failure))
             elif not shard.sealed:
                 continue
             elif shard.index in self.sealed:
                 if not self.agrees(shard):
                     is_contradicted = True
-                    if self.state is not State.SERVED and may_record(shard.index):  # both had to
+                    if not self.state.was_served and may_record(shard.index):  # both had to
                         self.fail(self.load_error(self.contradiction(shard, node_id)))
             elif shard.index < (self.num_shards or 0) and may_record(shard.index):
                 self.sealed[shard.index] = SealedSummary(
@@ -412,10 +424,23 @@ class VersionRecord:
         """Takes a step of `TRANSITIONS`."""
         self.state = TRANSITIONS[self.state, step]
 
+    def is_confirmed(self, heard: int, last_heard: Iterable[int]) -> bool:
+        """Whether the nodes with its replicas said once more that they have them.
+
+        A node that ended right after it had reported a replica says nothing more.
+
+        Args:
+            heard: the number of the last heartbeat of any node.
+            last_heard: that of each of these nodes.
+        """
+        if self.complete_at is None:
+            self.complete_at = heard
+        return all(number > self.complete_at for number in last_heard)
+
     def is_read_since(self, time_s: float) -> bool:
         """Whether it was served, and read after a time."""
         is_read = self.last_used is not None and self.last_used > time_s
-        return is_read and self.state is State.SERVED
+        return is_read and self.state.was_served
 
     def ended_error(self, ends: Mapping[int | None, list[str]]) -> LoadError:
         """A `LoadError` about shards that are given to no further node.

@@ -10,7 +10,6 @@ from cache_protocol.errors import CacheError, DatasetNotFoundError, StaleVersion
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.auth.principals import EVERYTHING, Viewer
 from cache_server.coordination.catalogue import CatalogueEntry, DamagedEntries
-from cache_server.coordination.versions.states import State
 from cache_server.coordination.versions.version_record import VersionRecord
 from cache_server.coordination.versions.writes import write_ids
 from cache_server.plan.pinned_version import PinnedVersion
@@ -45,7 +44,7 @@ class Versions(dict[VersionKey, VersionRecord]):
         for entry in entries:
             self.last_created = entry.created
             version = self[entry.pinned.key] = VersionRecord.from_catalogue(entry)
-            if version.state is State.SERVED:  # readers had no time to report
+            if version.state.was_served:  # readers had no time to report
                 version.last_used = now
             elif (base := self.base_of(version)) is not None:
                 version.reuse(base)
@@ -153,7 +152,7 @@ class Versions(dict[VersionKey, VersionRecord]):
             version
             for key, version in self.items()
             if key.dataset == dataset
-            and version.state is State.SERVED
+            and version.state.was_served
             and version.may_be_read(given, owner)
         ]
         return sorted(readable, key=lambda version: version.created, reverse=True)
@@ -213,6 +212,22 @@ class Versions(dict[VersionKey, VersionRecord]):
         """Forgets a version, and closes its source."""
         if (version := self.pop(key, None)) is not None:
             version.release()
+
+    def of_put(self, put: VersionKey) -> VersionRecord | None:
+        """The version that needs a put, or had it; of several, one that has not been served."""
+        made = [
+            version
+            for key, version in self.items()
+            if key.dataset == put.dataset and put.fingerprint in version.puts
+        ]
+        return min(made, key=lambda version: version.state.was_served, default=None)
+
+    def are_moving(self) -> bool:
+        """Whether the rows of a commit are on their way to its replicas."""
+        return any(
+            version.pinned.is_written and version.state.is_loading and not version.state.is_away
+            for version in self.values()
+        )
 
     def moving(self) -> list[tuple[PinnedVersion, Collection[int]]]:
         """The committed versions whose rows nodes have yet to move, and the shards they share."""

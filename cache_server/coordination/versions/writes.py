@@ -1,7 +1,7 @@
 """The writes that have begun and not ended: what was put for each, and where it lies.
 
-Nodes keep the rows of these writes only. Nothing of a write is on disk before its commit, so a
-coordinator that starts again knows none, and the nodes drop the rows.
+Nothing of a write is on disk before its commit, so a coordinator that starts again knows none, and
+tells the nodes to drop the rows of those that were begun with its catalogue.
 """
 
 from __future__ import annotations
@@ -58,13 +58,21 @@ class ChosenRows:
     """The rows of a commit.
 
     Attributes:
-        shards: that were put: the last ones of the version.
-        node_ids: the node that holds each.
+        puts: each with the node that holds it, and its shards: the last ones of the version.
     """
 
     version: PinnedVersion
-    shards: tuple[pb.SealedShard, ...]
-    node_ids: tuple[str, ...]
+    puts: tuple[tuple[PutKey, str, tuple[pb.SealedShard, ...]], ...]
+
+    @property
+    def shards(self) -> tuple[pb.SealedShard, ...]:
+        """Of all puts."""
+        return tuple(shard for _, _, shards in self.puts for shard in shards)
+
+    @property
+    def node_ids(self) -> tuple[str, ...]:
+        """The node that holds each shard."""
+        return tuple(node_id for _, node_id, shards in self.puts for _ in shards)
 
 
 @dataclass
@@ -118,6 +126,8 @@ def new_write(
     arriving: pa.Schema,
     before: PinnedVersion | None = None,
     by: Principal = ANYONE,
+    *,
+    catalogue_id: str,
 ) -> Write:
     """A write to `Writes.begin`. It takes half a second for 60,000 columns: hold no lock.
 
@@ -126,11 +136,12 @@ def new_write(
         arriving: schema of the rows.
         before: the version that they are appended to.
         by: begins it.
+        catalogue_id: see `Writes`.
 
     Raises:
         ConfigError, RequestError: quotes what is wrong.
     """
-    write_id = uuid.uuid4().hex
+    write_id = catalogue_id + uuid.uuid4().hex[len(catalogue_id) :]
     if before is not None and before.spec.nulls == "refuse":
         request.spec.nulls = before.spec.nulls
     spec = written_spec(request.spec, write_id)
@@ -168,10 +179,14 @@ class Writes:
     Args:
         members: the nodes and their reports; read at each call.
         clock: monotonic seconds.
+        catalogue_id: with which the ids of its writes begin.
     """
 
-    def __init__(self, members: Mapping[str, Member], clock: Callable[[], float]) -> None:
+    def __init__(
+        self, members: Mapping[str, Member], clock: Callable[[], float], catalogue_id: str
+    ) -> None:
         self._members = members
+        self.catalogue_id = catalogue_id
         self._clock = clock
         self._open: dict[str, Write] = {}
         self._committed: dict[str, VersionKey] = {}
@@ -280,11 +295,14 @@ class Writes:
         wanted: Collection[Chosen],
         alive: Collection[str],
         before: PinnedVersion | None = None,
+        *,
+        denied: Collection[tuple[str, PutKey]] = (),
     ) -> ChosenRows | list[int]:
         """The rows of the chosen attempts; else what is lost.
 
         Args:
             alive: ids of the nodes that answer.
+            denied: puts that a node does not hold, as it said when it was asked.
             before: the version that they are appended to.
 
         Returns:
@@ -302,7 +320,8 @@ class Writes:
             if chosen is not None and chosen.attempt == put.attempt and put.partition not in there:
                 node_id, of_put = write.puts[put]
                 is_meant = chosen.checksum in ("", put_checksum(s.checksum for s in of_put))
-                if is_meant and self._is_held(write, put, node_id, of_put, alive):
+                is_held = self._is_held(write, put, node_id, of_put, alive)
+                if is_meant and is_held and (node_id, put) not in denied:
                     there[put.partition] = put
         lost = sorted(by_partition.keys() - there.keys())
         if lost:
@@ -314,13 +333,8 @@ class Writes:
             [(put, write.puts[put][1]) for put in puts],
             before,
         )
-        shards: list[pb.SealedShard] = []
-        node_ids: list[str] = []
-        for put in puts:
-            node_id, of_put = write.puts[put]
-            shards += of_put
-            node_ids += [node_id] * len(of_put)
-        return ChosenRows(version, tuple(shards), tuple(node_ids))
+        of_puts = tuple((put, *write.puts[put]) for put in puts)
+        return ChosenRows(version, of_puts)
 
     def _is_held(
         self,
@@ -361,9 +375,13 @@ class Writes:
                 messages.append(message)
         return messages
 
-    def keeps(self, put: PutKey) -> bool:
-        """Whether the rows of a put stay."""
+    def is_open(self, put: PutKey) -> bool:
+        """Whether a put may be chosen yet."""
         return put.write_id in self._open
+
+    def began(self, put: PutKey) -> bool:
+        """Whether the write of a put was begun with this catalogue, also before a restart."""
+        return put.write_id.startswith(self.catalogue_id)
 
 
 def write_ids(version: PinnedVersion, without: Collection[int] = ()) -> set[str]:
@@ -372,10 +390,14 @@ def write_ids(version: PinnedVersion, without: Collection[int] = ()) -> set[str]
     Args:
         without: shards that do not count.
     """
-    shards = (shard for shard in version.shards or () if shard.index not in without)
-    splits = (split for shard in shards for split in shard.splits)
-    puts = (PutKey.of(put_of(split)[0]) for split in splits)
+    puts = map(PutKey.of, puts_of(version, without))
     return {put.write_id for put in puts if put is not None}
+
+
+def puts_of(version: PinnedVersion, without: Collection[int] = ()) -> set[str]:
+    """The names of the puts that a written version is made of; see `write_ids`."""
+    shards = (shard for shard in version.shards or () if shard.index not in without)
+    return {put_of(split)[0] for shard in shards for split in shard.splits}
 
 
 def _not_open(write_id: str) -> RequestError:

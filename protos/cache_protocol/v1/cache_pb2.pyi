@@ -78,6 +78,8 @@ class _DatasetStateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._E
     DATASET_STATE_LOADING: _DatasetState.ValueType  # 1
     DATASET_STATE_READY: _DatasetState.ValueType  # 2
     DATASET_STATE_FAILED: _DatasetState.ValueType  # 3
+    DATASET_STATE_UNAVAILABLE: _DatasetState.ValueType  # 4
+    """Rows that were written lie only on nodes that are away. It is ready when they are back."""
 
 class DatasetState(_DatasetState, metaclass=_DatasetStateEnumTypeWrapper): ...
 
@@ -85,6 +87,8 @@ DATASET_STATE_UNSPECIFIED: DatasetState.ValueType  # 0
 DATASET_STATE_LOADING: DatasetState.ValueType  # 1
 DATASET_STATE_READY: DatasetState.ValueType  # 2
 DATASET_STATE_FAILED: DatasetState.ValueType  # 3
+DATASET_STATE_UNAVAILABLE: DatasetState.ValueType  # 4
+"""Rows that were written lie only on nodes that are away. It is ready when they are back."""
 Global___DatasetState: typing_extensions.TypeAlias = DatasetState
 
 class _PassEnd:
@@ -463,6 +467,7 @@ class DatasetInfo(google.protobuf.message.Message):
     NOTES_FIELD_NUMBER: builtins.int
     TAG_FIELD_NUMBER: builtins.int
     LOG_FIELD_NUMBER: builtins.int
+    AWAITED_FIELD_NUMBER: builtins.int
     fingerprint: builtins.str
     state: Global___DatasetState.ValueType
     num_rows: builtins.int
@@ -486,7 +491,7 @@ class DatasetInfo(google.protobuf.message.Message):
     def progress(self) -> Global___LoadProgress: ...
     @property
     def error(self) -> Global___Error:
-        """set when failed"""
+        """set when failed or unavailable"""
 
     @property
     def nulls(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
@@ -498,6 +503,10 @@ class DatasetInfo(google.protobuf.message.Message):
 
     @property
     def log(self) -> Global___LoadLog: ...
+    @property
+    def awaited(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """if unavailable: the nodes that have the rows"""
+
     def __init__(
         self,
         *,
@@ -516,9 +525,10 @@ class DatasetInfo(google.protobuf.message.Message):
         notes: collections.abc.Iterable[builtins.str] | None = ...,
         tag: builtins.str = ...,
         log: Global___LoadLog | None = ...,
+        awaited: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["error", b"error", "log", b"log", "progress", b"progress", "spec", b"spec"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["error", b"error", "fingerprint", b"fingerprint", "lease_s", b"lease_s", "log", b"log", "nodes", b"nodes", "notes", b"notes", "nulls", b"nulls", "num_bytes", b"num_bytes", "num_rows", b"num_rows", "progress", b"progress", "schema", b"schema", "shards", b"shards", "spec", b"spec", "state", b"state", "tag", b"tag"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["awaited", b"awaited", "error", b"error", "fingerprint", b"fingerprint", "lease_s", b"lease_s", "log", b"log", "nodes", b"nodes", "notes", b"notes", "nulls", b"nulls", "num_bytes", b"num_bytes", "num_rows", b"num_rows", "progress", b"progress", "schema", b"schema", "shards", b"shards", "spec", b"spec", "state", b"state", "tag", b"tag"]) -> None: ...
 
 Global___DatasetInfo: typing_extensions.TypeAlias = DatasetInfo
 
@@ -1439,15 +1449,19 @@ class ListDatasetsRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     VIEWER_FIELD_NUMBER: builtins.int
+    ORPHANS_FIELD_NUMBER: builtins.int
+    orphans: builtins.bool
+    """these instead of datasets"""
     @property
     def viewer(self) -> Global___Viewer: ...
     def __init__(
         self,
         *,
         viewer: Global___Viewer | None = ...,
+        orphans: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["viewer", b"viewer"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["viewer", b"viewer"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["orphans", b"orphans", "viewer", b"viewer"]) -> None: ...
 
 Global___ListDatasetsRequest: typing_extensions.TypeAlias = ListDatasetsRequest
 
@@ -1456,29 +1470,70 @@ class ListDatasetsResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     DATASETS_FIELD_NUMBER: builtins.int
+    ORPHANS_FIELD_NUMBER: builtins.int
     @property
     def datasets(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___DatasetInfo]: ...
+    @property
+    def orphans(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Orphan]: ...
     def __init__(
         self,
         *,
         datasets: collections.abc.Iterable[Global___DatasetInfo] | None = ...,
+        orphans: collections.abc.Iterable[Global___Orphan] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["datasets", b"datasets"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["datasets", b"datasets", "orphans", b"orphans"]) -> None: ...
 
 Global___ListDatasetsResponse: typing_extensions.TypeAlias = ListDatasetsResponse
+
+@typing.final
+class Orphan(google.protobuf.message.Message):
+    """Files on live nodes that belong to no version or write that the coordinator knows."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DATASET_FIELD_NUMBER: builtins.int
+    FINGERPRINT_FIELD_NUMBER: builtins.int
+    NODE_IDS_FIELD_NUMBER: builtins.int
+    NUM_SHARDS_FIELD_NUMBER: builtins.int
+    NUM_BYTES_FIELD_NUMBER: builtins.int
+    dataset: builtins.str
+    fingerprint: builtins.str
+    """of a version, or the name of a put"""
+    num_shards: builtins.int
+    """on all of these nodes together"""
+    num_bytes: builtins.int
+    @property
+    def node_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        dataset: builtins.str = ...,
+        fingerprint: builtins.str = ...,
+        node_ids: collections.abc.Iterable[builtins.str] | None = ...,
+        num_shards: builtins.int = ...,
+        num_bytes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["dataset", b"dataset", "fingerprint", b"fingerprint", "node_ids", b"node_ids", "num_bytes", b"num_bytes", "num_shards", b"num_shards"]) -> None: ...
+
+Global___Orphan: typing_extensions.TypeAlias = Orphan
 
 @typing.final
 class DeleteDatasetRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     NAME_FIELD_NUMBER: builtins.int
+    ORPHANS_FIELD_NUMBER: builtins.int
     name: builtins.str
+    """with orphans, empty: all that the caller may drop"""
+    orphans: builtins.bool
+    """only what the coordinator does not know"""
     def __init__(
         self,
         *,
         name: builtins.str = ...,
+        orphans: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["name", b"name"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["name", b"name", "orphans", b"orphans"]) -> None: ...
 
 Global___DeleteDatasetRequest: typing_extensions.TypeAlias = DeleteDatasetRequest
 
@@ -1486,9 +1541,17 @@ Global___DeleteDatasetRequest: typing_extensions.TypeAlias = DeleteDatasetReques
 class DeleteDatasetResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    ORPHANS_FIELD_NUMBER: builtins.int
+    @property
+    def orphans(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Orphan]:
+        """that nodes drop by now, if these were meant"""
+
     def __init__(
         self,
+        *,
+        orphans: collections.abc.Iterable[Global___Orphan] | None = ...,
     ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["orphans", b"orphans"]) -> None: ...
 
 Global___DeleteDatasetResponse: typing_extensions.TypeAlias = DeleteDatasetResponse
 
@@ -2135,6 +2198,8 @@ class HeartbeatResponse(google.protobuf.message.Message):
     ANSWER_FIELD_NUMBER: builtins.int
     UNCHANGED_FIELD_NUMBER: builtins.int
     DISAGREEMENTS_FIELD_NUMBER: builtins.int
+    GONE_FIELD_NUMBER: builtins.int
+    ORPHANS_FIELD_NUMBER: builtins.int
     DRAIN_FIELD_NUMBER: builtins.int
     interval_s: builtins.float
     """until the next heartbeat, if nothing changes before"""
@@ -2147,22 +2212,32 @@ class HeartbeatResponse(google.protobuf.message.Message):
     answer: builtins.int
     """number of this answer"""
     unchanged: builtins.bool
-    """of datasets, kept, room_may_come and writes; they are not set"""
+    """of all that says what the node should hold; it is not set"""
     @property
     def datasets(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___DesiredDataset]: ...
     @property
     def coordinator(self) -> Global___CoordinatorEndpoints: ...
     @property
     def kept(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___VersionName]:
-        """Versions that a coordinator with a new catalogue does not know: the node keeps them."""
+        """Versions and puts that stay as they are, and are not in "datasets" and "writes"."""
 
     @property
     def writes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___OpenWrite]:
-        """the node drops the rows of every other write"""
+        """the node takes and keeps their rows"""
 
     @property
     def disagreements(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Disagreement]:
         """for the readers of the reports"""
+
+    @property
+    def gone(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___VersionName]:
+        """The node removes the files of these only: a user dropped, replaced or aborted them, or their rows
+        lie elsewhere for certain. What the answer does not name stays.
+        """
+
+    @property
+    def orphans(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___VersionName]:
+        """of "kept": the coordinator does not know them"""
 
     @property
     def drain(self) -> Global___Drain:
@@ -2182,10 +2257,12 @@ class HeartbeatResponse(google.protobuf.message.Message):
         answer: builtins.int = ...,
         unchanged: builtins.bool = ...,
         disagreements: collections.abc.Iterable[Global___Disagreement] | None = ...,
+        gone: collections.abc.Iterable[Global___VersionName] | None = ...,
+        orphans: collections.abc.Iterable[Global___VersionName] | None = ...,
         drain: Global___Drain | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["coordinator", b"coordinator", "drain", b"drain"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["answer", b"answer", "coordinator", b"coordinator", "datasets", b"datasets", "disagreements", b"disagreements", "drain", b"drain", "interval_s", b"interval_s", "kept", b"kept", "report", b"report", "resend", b"resend", "room_may_come", b"room_may_come", "unchanged", b"unchanged", "writes", b"writes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["answer", b"answer", "coordinator", b"coordinator", "datasets", b"datasets", "disagreements", b"disagreements", "drain", b"drain", "gone", b"gone", "interval_s", b"interval_s", "kept", b"kept", "orphans", b"orphans", "report", b"report", "resend", b"resend", "room_may_come", b"room_may_come", "unchanged", b"unchanged", "writes", b"writes"]) -> None: ...
 
 Global___HeartbeatResponse: typing_extensions.TypeAlias = HeartbeatResponse
 
@@ -2206,6 +2283,47 @@ class VersionName(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["dataset", b"dataset", "fingerprint", b"fingerprint"]) -> None: ...
 
 Global___VersionName: typing_extensions.TypeAlias = VersionName
+
+@typing.final
+class HeldShardsRequest(google.protobuf.message.Message):
+    """Body and result of the Flight action "held-shards": which files a node has at this moment."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DATASET_FIELD_NUMBER: builtins.int
+    FINGERPRINTS_FIELD_NUMBER: builtins.int
+    dataset: builtins.str
+    @property
+    def fingerprints(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """of versions, or names of puts"""
+
+    def __init__(
+        self,
+        *,
+        dataset: builtins.str = ...,
+        fingerprints: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["dataset", b"dataset", "fingerprints", b"fingerprints"]) -> None: ...
+
+Global___HeldShardsRequest: typing_extensions.TypeAlias = HeldShardsRequest
+
+@typing.final
+class HeldShardsResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DATASETS_FIELD_NUMBER: builtins.int
+    @property
+    def datasets(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ActualDataset]:
+        """of these; only index and checksum of each shard are set"""
+
+    def __init__(
+        self,
+        *,
+        datasets: collections.abc.Iterable[Global___ActualDataset] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["datasets", b"datasets"]) -> None: ...
+
+Global___HeldShardsResponse: typing_extensions.TypeAlias = HeldShardsResponse
 
 @typing.final
 class ReaderReport(google.protobuf.message.Message):
@@ -2825,7 +2943,7 @@ class CommitWriteResponse(google.protobuf.message.Message):
     LOST_FIELD_NUMBER: builtins.int
     @property
     def dataset(self) -> Global___DatasetInfo:
-        """unset if rows were lost"""
+        """Unset if rows were lost. The rows are safe once it is ready: until then, watch it, or commit again."""
 
     @property
     def lost(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
@@ -3055,6 +3173,7 @@ class CatalogueEntry(google.protobuf.message.Message):
     FORMAT_FIELD_NUMBER: builtins.int
     FAILURE_FIELD_NUMBER: builtins.int
     OWNER_FIELD_NUMBER: builtins.int
+    HOLDERS_FIELD_NUMBER: builtins.int
     keeps_every_row: builtins.bool
     created: builtins.int
     """grows with each request: the largest is the newest version"""
@@ -3077,6 +3196,10 @@ class CatalogueEntry(google.protobuf.message.Message):
     def failure(self) -> Global___Error:
         """why the load failed for good"""
 
+    @property
+    def holders(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """of a written version: the nodes that had its rows"""
+
     def __init__(
         self,
         *,
@@ -3090,9 +3213,10 @@ class CatalogueEntry(google.protobuf.message.Message):
         format: builtins.int = ...,
         failure: Global___Error | None = ...,
         owner: builtins.str = ...,
+        holders: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["failure", b"failure", "plan", b"plan", "spec", b"spec"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["created", b"created", "failure", b"failure", "format", b"format", "keeps_every_row", b"keeps_every_row", "owner", b"owner", "plan", b"plan", "sealed", b"sealed", "shards", b"shards", "spec", b"spec", "was_ready", b"was_ready"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["created", b"created", "failure", b"failure", "format", b"format", "holders", b"holders", "keeps_every_row", b"keeps_every_row", "owner", b"owner", "plan", b"plan", "sealed", b"sealed", "shards", b"shards", "spec", b"spec", "was_ready", b"was_ready"]) -> None: ...
 
 Global___CatalogueEntry: typing_extensions.TypeAlias = CatalogueEntry
 

@@ -22,6 +22,7 @@ STATE_NAMES: dict[int, str] = {
     pb.DATASET_STATE_LOADING: "loading",
     pb.DATASET_STATE_READY: "ready",
     pb.DATASET_STATE_FAILED: "failed",
+    pb.DATASET_STATE_UNAVAILABLE: "unavailable",
 }
 
 

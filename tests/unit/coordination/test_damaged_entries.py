@@ -242,7 +242,8 @@ def test_rows_of_a_damaged_dataset_are_not_appended_to(restarted: Restarted) -> 
 
 
 def test_puts_of_a_commit_stay_with_its_damaged_entry(restarted: Restarted) -> None:
-    put = VersionKey("table", f"put-{'0' * 32}-0-0-{'1' * 8}")
+    write_id = restarted.node.coordinator.state.writes.catalogue_id + "0" * 24
+    put = VersionKey("table", f"put-{write_id}-0-0-{'1' * 8}")
     other = VersionKey("other", put.fingerprint)
     for key in (put, other):
         restarted.node.sealed[key] = {0: pb.SealedShard(num_rows=1, num_bytes=1, checksum="x")}

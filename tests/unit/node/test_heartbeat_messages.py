@@ -39,7 +39,8 @@ def answer(pinned: PinnedVersion) -> pb.HeartbeatResponse:
     """A shard to read, one to copy and one to keep."""
     assert pinned.shards is not None
     response = pb.HeartbeatResponse(room_may_come=True)
-    response.kept.add(dataset="old", fingerprint="f00")
+    response.gone.add(dataset="old", fingerprint="f00")
+    response.orphans.add(dataset="odd", fingerprint="f01")
     desired = response.datasets.add(plan=pinned.to_load_plan(3), rows_fixed=True, num_rows=30)
     desired.secrets.tables["source"].values["token"] = "hush"
     desired.shards.add(index=0, splits=map(split_to_proto, pinned.shards[0].splits))
@@ -64,7 +65,8 @@ def test_an_answer_says_what_a_node_should_hold(
 
     state = DesiredDecoder().decode(answer)
 
-    assert state.kept == {VersionKey("old", "f00")} and state.retry_no_room
+    assert state.gone == {VersionKey("old", "f00")} and state.retry_no_room
+    assert state.orphans == {VersionKey("odd", "f01")}
     version = state.versions[pinned.key]
     assert version.shards == {
         0: DesiredShard(0, splits=pinned.shards[0].splits),
@@ -177,8 +179,8 @@ def _set(path: str, value: object) -> Callable[[pb.HeartbeatResponse], None]:
     "name", ["../victim", "/etc", "", ".", "..", "a/../../b", "a\0", "a" * 129]
 )
 @pytest.mark.parametrize(
-    "path", ["datasets.0.plan.dataset", "datasets.0.plan.fingerprint", "kept.0.dataset",
-             "kept.0.fingerprint", "datasets.0.shards.1.checksum"],
+    "path", ["datasets.0.plan.dataset", "datasets.0.plan.fingerprint", "gone.0.dataset",
+             "gone.0.fingerprint", "datasets.0.shards.1.checksum"],
 )  # fmt: skip
 def test_a_name_that_is_no_name_refuses_the_whole_answer(
     answer: pb.HeartbeatResponse, path: str, name: str

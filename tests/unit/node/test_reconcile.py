@@ -35,6 +35,7 @@ from cache_server.shards.version_key import VersionKey
 from cache_server.source.pinned import SourceFile, Split
 
 KEY, OTHER = VersionKey("table", "f00"), VersionKey("other", "f00")
+GONE = frozenset({KEY})
 SPLIT = Split(SourceFile("/data/a.parquet", 1, 1), 0, 1, 10, 80)
 COPY = ShardCopy(("grpc://another:1",), 10, 80, "sum")
 
@@ -176,14 +177,15 @@ def test_no_shard_is_dropped_before_a_whole_query_has_run() -> None:
 
 
 @pytest.mark.parametrize("actual", [ActualVersion(sealed={0}), known(wanted(held(0)))])
-def test_an_undesired_version_is_removed(actual: ActualVersion) -> None:
-    assert actions(None, actual) == [Remove(KEY)]
+def test_only_a_version_that_is_named_as_gone_is_removed(actual: ActualVersion) -> None:
+    assert actions(None, actual) == []
+    assert actions(None, actual, gone=GONE) == [Remove(KEY)]
 
 
 def test_a_version_is_retired_until_its_last_load_has_ended() -> None:
     loading = known(wanted(readable(0)), loading={0: 5})
 
-    assert actions(None, loading) == [Retire(KEY)]
+    assert actions(None, loading, gone=GONE) == [Retire(KEY)]
     assert actions(None, replace(loading, is_retired=True)) == [Retire(KEY)]
     assert actions(None, replace(loading, is_retired=True, loading={})) == [Remove(KEY)]
 
@@ -191,7 +193,10 @@ def test_a_version_is_retired_until_its_last_load_has_ended() -> None:
 def test_a_version_that_the_coordinator_does_not_know_stays_as_it_is() -> None:
     actual = known(wanted(held(0)), sealed={0, 1}, reported={0, 1}, loading={2: 5})
 
-    assert actions(None, actual, kept=frozenset({KEY})) == []
+    desired = DesiredState(orphans=GONE)
+    assert reconcile(desired, {KEY: actual}).actions == ()
+    assert reconcile(desired, {KEY: replace(actual, loading={})}, GONE).actions == (Remove(KEY),)
+    assert reconcile(desired, {KEY: ActualVersion()}).actions == (Remove(KEY),)
 
 
 def test_spooled_tables_are_closed_when_nothing_is_loaded() -> None:
@@ -319,7 +324,7 @@ def test_versions_are_decided_one_by_one() -> None:
     gone = VersionKey("gone", "f00")
     actual = {KEY: known(table, sealed={0}, row_starts={0: 0}), gone: ActualVersion(sealed={0})}
 
-    decided = reconcile(DesiredState({KEY: table, OTHER: other}), actual)
+    decided = reconcile(DesiredState({KEY: table, OTHER: other}, frozenset({gone})), actual)
 
     assert list(decided.actions) == [
         Remove(gone),

@@ -65,6 +65,7 @@ PURE_MODULES = (
     "cache_server/sql/lineage.py",
     "cache_server/coordination/members/drain_plan.py",
     "cache_server/coordination/members/placement.py",
+    "cache_server/coordination/versions/file_fates.py",
     "cache_server/coordination/versions/states.py",
     "cache_server/jobs/agreement.py",
     "cache_server/jobs/disagreements.py",
@@ -374,7 +375,7 @@ HOUSES: dict[str, dict[str, tuple[str, ...]]] = {
         "commits": ("cache_state", "claims", "loads", "versions"),
         "readers": ("cache_state", "versions", "holdings"),
         "draining": ("cache_state", "members", "versions", "holdings"),
-        "heartbeats": ("cache_state", "claims", "draining", "members"),
+        "heartbeats": ("cache_state", "claims", "draining", "members", "versions"),
         "coordinator": (
             *("catalogue", "holdings", "cache_state", "claims", "loads", "commits", "readers"),
             *("draining", "heartbeats"),

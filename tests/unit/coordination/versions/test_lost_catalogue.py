@@ -8,6 +8,7 @@ import pytest
 
 from cache_protocol.errors import DatasetNotFoundError, LoadError, NotReadyError
 from cache_protocol.v1 import cache_pb2 as pb
+from cache_server.auth.principals import Viewer
 from cache_server.coordination.coordinator import Coordinator
 from cache_server.plan.pinned_version import plan_version
 from cache_server.shards.version_key import VersionKey
@@ -74,22 +75,29 @@ def test_a_new_coordinator_that_restarts_is_not_older_for_it(
     assert [node.holds("table") for node in replaced] == [SHARDS, SHARDS]
 
 
-def test_an_orphan_that_is_not_requested_again_is_kept_only_while_it_is_read(
+def test_an_orphan_stays_until_it_is_dropped_also_from_a_node_that_is_away(
     replaced: list[FakeNode], clock: Clock
 ) -> None:
+    coordinator = replaced[0].coordinator
     clock.now += LEASE_S + 1
-    for node in replaced:
-        node.idle_s = LEASE_S / 2
     settle(*replaced)
     assert [node.holds("table") for node in replaced] == [SHARDS, SHARDS]
+    with pytest.raises(NotReadyError, match="cachectl ls --orphans"):
+        coordinator.get("table")
+    (orphan,) = coordinator.orphans()
+    assert (orphan.dataset, [*orphan.node_ids]) == ("table", ["one", "two"])
+    assert (orphan.num_shards, orphan.num_bytes) == (2 * FILES, 2 * FILES * 100)
+    assert coordinator.orphans(name="other") == coordinator.drop_orphans(name="other") == []
+    assert coordinator.orphans(Viewer("team", sees_all=False)) == []
 
-    for node in replaced:
-        node.idle_s = LEASE_S
-    settle(*replaced)
+    clock.now += TIMEOUT_S + 1
+    settle(replaced[0])
+    assert [[*each.node_ids] for each in coordinator.drop_orphans()] == [["one"]]
     settle(*replaced)
     assert [node.holds("table") for node in replaced] == [set(), set()]
+    assert coordinator.orphans() == []
     with pytest.raises(DatasetNotFoundError):
-        replaced[0].coordinator.get("table")
+        coordinator.get("table")
 
 
 def test_what_a_new_coordinator_drops_is_dropped(replaced: list[FakeNode], source: Path) -> None:

@@ -15,13 +15,15 @@ from cache_server.coordination.versions.version_record import VersionRecord
 from tests.conftest import write_numbered
 from tests.fake_nodes import FakeNode, settle, spec
 
-# From each state: after COMPLETE, FAIL and SAVE; None: that step never happens there.
+# From each state: after COMPLETE, FAIL, SAVE, LOSE, RETURN; None: that step never happens there.
 TABLE = {
-    State.LOADING: (State.SERVED, State.FAILING, None),
-    State.RESUMED: (State.SERVED, State.FAILING, None),
-    State.SERVED: (None, State.FAILING, None),
-    State.FAILING: (None, State.FAILING, State.FAILED),
-    State.FAILED: (None, State.FAILED, None),
+    State.LOADING: (State.SERVED, State.FAILING, None, State.AWAITED, None),
+    State.RESUMED: (State.SERVED, State.FAILING, None, State.AWAITED, None),
+    State.AWAITED: (None, State.FAILING, None, None, State.LOADING),
+    State.SERVED: (None, State.FAILING, None, State.UNAVAILABLE, None),
+    State.UNAVAILABLE: (None, State.FAILING, None, None, State.SERVED),
+    State.FAILING: (None, State.FAILING, State.FAILED, None, None),
+    State.FAILED: (None, State.FAILED, None, None, None),
 }
 
 
@@ -32,7 +34,7 @@ def test_every_step_from_every_state(state: State, step: Step) -> None:
 
 def test_a_state_loads_or_was_served_or_has_failed() -> None:
     for state in State:
-        assert state.is_loading + (state is State.SERVED) + state.has_failed == 1
+        assert state.is_loading + state.was_served + state.has_failed == 1
 
 
 def test_the_first_failure_stays_and_is_written_once(

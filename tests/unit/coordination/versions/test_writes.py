@@ -9,7 +9,13 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from cache_protocol.errors import DatasetNotFoundError, LoadError, NotReadyError, RequestError
+from cache_protocol.errors import (
+    DatasetNotFoundError,
+    LoadError,
+    NodeUnavailableError,
+    NotReadyError,
+    RequestError,
+)
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.auth.principals import Principal
 from cache_server.coordination.coordinator import Coordinator
@@ -70,8 +76,6 @@ class PuttingNode:
         """Does what the answer says; returns the shards that it moved."""
         moved: set[int] = set()
         answer = self.beat()
-        told = {desired.plan.fingerprint for desired in answer.datasets}
-        self.moved = {name: shards for name, shards in self.moved.items() if name in told}
         for desired in answer.datasets:
             shards = self.moved.setdefault(desired.plan.fingerprint, {})
             for shard in desired.shards:
@@ -83,10 +87,9 @@ class PuttingNode:
                 elif shard.HasField("same_as") and not shard.same_as.copy_from:
                     base = self.moved[shard.same_as.fingerprint]
                     shards[shard.index] = base[shard.same_as.index]
-        open_ones = {write.write_id for write in answer.writes if not write.committed}
-        keys = {name: PutKey.of(name) for name in self.puts}
-        for name in [name for name, put in keys.items() if put and put.write_id not in open_ones]:
-            del self.puts[name]
+        for gone in answer.gone:
+            self.puts.pop(gone.fingerprint, None)
+            self.moved.pop(gone.fingerprint, None)
         return moved
 
 
@@ -194,7 +197,7 @@ def test_a_commit_goes_on_after_a_restart_and_an_open_write_does_not(tmp_path: P
     assert node.move() == {0, 1}
 
 
-def test_rows_of_a_node_that_is_lost_before_it_moved_them_fail_the_version(tmp_path: Path) -> None:
+def test_rows_of_a_node_that_is_lost_before_it_moved_them_wait_for_it(tmp_path: Path) -> None:
     clock = Clock()
     coordinator = make_coordinator(tmp_path, clock)
     nodes = [PuttingNode(coordinator, name) for name in ("a", "b")]
@@ -208,8 +211,11 @@ def test_rows_of_a_node_that_is_lost_before_it_moved_them_fail_the_version(tmp_p
     nodes[1].beat()
 
     info = coordinator.get(NAME)
-    assert info.state == pb.DATASET_STATE_FAILED
-    assert "no node has 10 of its rows" in info.error.message and "a" in info.error.message
+    assert (info.state, [*info.awaited]) == (pb.DATASET_STATE_UNAVAILABLE, ["a"])
+    assert "10 of its rows were written" in info.error.message and "node a." in info.error.message
+    settle(nodes[0])
+    assert coordinator.get(NAME).state == pb.DATASET_STATE_READY
+    assert not nodes[0].puts
 
 
 def test_a_write_ends_when_it_is_idle_for_too_long_and_there_are_not_too_many(
@@ -328,7 +334,7 @@ def test_an_append_is_refused_by_name_where_its_rows_would_not_stay_or_not_fit(
 
     clock.now += 15.0  # more than the timeout
     nodes[0].beat()
-    with pytest.raises(LoadError, match=r"cannot append.*no node has 5 of its rows"):
+    with pytest.raises(NodeUnavailableError, match=r"5 of its rows were written.*node b\."):
         begin(coordinator, append=True)
     coordinator.create(spec(source))
     with pytest.raises(RequestError, match="it was loaded, and its next load would drop"):
