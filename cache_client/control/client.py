@@ -52,6 +52,7 @@ from cache_protocol.errors import (
 from cache_protocol.storage.layout import Layout, schema_from_bytes
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.wire.load_progress import LoadMeter, LoadReport
+from cache_protocol.wire.records import record
 
 MAX_NODES = 100_000  # of a plan, whose answer has an entry for each node
 MAX_MEMORY_BYTES = 2**64 - 1  # uint64 on the wire

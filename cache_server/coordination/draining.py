@@ -115,7 +115,7 @@ class Draining:
         orphans = state.orphans.find()
         for key in member.actual.keys() - state.versions.keys():
             put = PutKey.of(key.fingerprint)
-            if put is not None and state.writes.keeps(put):
+            if put is not None and state.writes.is_open(put):
                 writes.add(f"{key.dataset} (write {put.write_id})")
             elif key in orphans:
                 unknown.add(key.dataset)

@@ -85,9 +85,7 @@ def _of_cache(cache: CacheStatus, view: View) -> Iterator[str]:
     datasets = [
         [
             info.spec.name,
-            Alert(state_name(info.state))
-            if info.state in _BAD_STATES
-            else state_name(info.state),
+            Alert(state_name(info.state)) if info.state in _BAD_STATES else state_name(info.state),
             _loaded(info),
             f"{info.num_rows or info.progress.rows_done:,}",
             size(info.num_bytes),

@@ -198,7 +198,7 @@ class Holdings:
     @property
     def _may_be_held(self) -> bool:
         """Whether shards without a holder may be on nodes that a new coordinator has not heard."""
-        return self.version.state is State.SERVED and not self._all_reported()
+        return self.version.state.was_served and not self._all_reported()
 
     def _contradicts(self, shard: pb.ActualShard) -> bool:
         return (
@@ -315,7 +315,7 @@ class Holdings:
                 placement = tuple(moved.get(i, homes) for i, homes in enumerate(placement))
             if pinned.is_written:
                 # Until it is served, rows stay on the node that they were put on.
-                keep = self._cluster.takers if self.version.state is State.SERVED else self._alive
+                keep = self._cluster.takers if self.version.state.was_served else self._alive
                 placement = tuple(
                     _where_held(homes, self._rows_on(index) & keep)
                     for index, homes in enumerate(placement)

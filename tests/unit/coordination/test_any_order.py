@@ -343,13 +343,8 @@ class Process(FakeNode):
     def __init__(self, machine: AnyOrder, node_id: str, process: int) -> None:
         super().__init__(machine, node_id)  # type: ignore[arg-type]
         self.machine = machine
-        self.process = process
+        self.process = str(process)
         self.broken: set[tuple[str, int]] = set()
-
-    def report(self) -> pb.HeartbeatRequest:
-        request = super().report()
-        request.node.process = str(self.process)
-        return request
 
     def beat_unless_refused(self, load: set[int] | frozenset[int]) -> None:
         """A round, unless a late report of the process before had this one taken for another."""

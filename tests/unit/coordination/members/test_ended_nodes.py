@@ -64,12 +64,12 @@ class MortalNode(FakeNode):
 
     def __init__(self, coordinator: Coordinator, node_id: str) -> None:
         super().__init__(coordinator, node_id)
-        self.process = 0
+        self.num_starts = 0
         self.running = False
 
     def report(self) -> pb.HeartbeatRequest:
         request = super().report()
-        request.node.process = str(self.process)
+        request.node.process = str(self.num_starts)
         if self.running:
             request.datasets[0].shards.add(index=KILLER, running=True)
         return request
@@ -95,7 +95,7 @@ def test_a_load_fails_when_two_nodes_ended_at_the_same_split(
         told(coordinator, ending)
         ending.running = False
         if starts_again:
-            ending.process += 1
+            ending.num_starts += 1
         else:
             del nodes[ending.id]
             clock.now += TIMEOUT_S / 2
