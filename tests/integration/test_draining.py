@@ -135,7 +135,7 @@ def test_jobs_read_through_a_replacement_of_every_node(
     for job in (one, two):
         assert job.error is None
         assert all(sorted(rows) == list(range(NUM_ROWS)) for rows in job.epochs)
-        print(f"{job.dataset}: {len(job.epochs)} epochs, pause {job.longest_pause_s:.2f} s")
+        assert job.longest_pause_s < WAIT_S / 2  # no request waited for its deadline
     # No source was there to read. The new nodes took shards of the loaded table back.
     info = client.describe("loaded")
     assert info.state == client.describe("written").state == "ready" and not info.files_read
