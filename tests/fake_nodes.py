@@ -39,7 +39,7 @@ class FakeNode:
         idle_s: since rows were read here; None: never.
         loads: how many shards it has loaded or copied so far.
         shared: how many shards it took over from another version.
-        process: of the node; changes when it starts again.
+        boot: of the node; changes when it starts again.
         leaving: it ends soon.
     """
 
@@ -65,7 +65,7 @@ class FakeNode:
         self.rows_of: dict[int, int] = {}
         self.shard_bytes = 100
         self.idle_s: float | None = None
-        self.process, self.leaving = "", False
+        self.boot, self.leaving = "", False
         self._number = 0  # of the last report
         self._known: pb.HeartbeatRequest | None = None  # the report that the coordinator has
         self._answer = pb.HeartbeatResponse()  # the last one
@@ -94,7 +94,7 @@ class FakeNode:
             node=pb.Node(
                 id=self.id,
                 flight_location=self.location,
-                process=self.process,
+                process=self.boot,
                 leaving=self.leaving,
                 memory_limit_bytes=self.limit_bytes,
                 stored_bytes=self.shard_bytes

@@ -97,15 +97,14 @@ def _of_cache(cache: CacheStatus) -> Iterator[Metric]:
         "data_cache_nodes", "Nodes that belong to the cache.", labels=["state"]
     )
     alive = sum(node.alive for node in cache.nodes)
-    nodes.add_metric(["alive"], alive)
+    drained = [node for node in cache.nodes if node.alive and node.HasField("drain")]
+    done = sum(node.drain.done for node in drained)
+    nodes.add_metric(["alive"], alive - len(drained))
+    nodes.add_metric(["draining"], len(drained) - done)
+    nodes.add_metric(["drained"], done)
     untrusted = sum(bool(node.untrusted) for node in cache.nodes)
     nodes.add_metric(["untrusted"], untrusted)
     nodes.add_metric(["lost"], len(cache.nodes) - alive - untrusted)
-    # Among the alive ones.
-    drained = [node for node in cache.nodes if node.alive and node.HasField("drain")]
-    done = sum(node.drain.done for node in drained)
-    nodes.add_metric(["draining"], len(drained) - done)
-    nodes.add_metric(["drained"], done)
     yield nodes
     left = sum(node.drain.bytes_left for node in drained)
     yield _gauge("drain_left_bytes", "Bytes of shards that drained nodes must still move.", left)

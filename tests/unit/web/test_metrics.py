@@ -100,3 +100,13 @@ def test_process_metrics_and_the_open_format_are_there_for_who_asks() -> None:
     body, content_type = exposition(status(), "application/openmetrics-text; version=1.0.0")
     assert content_type.startswith("application/openmetrics-text")
     assert body.endswith(b"# EOF\n")
+
+
+def test_a_coordinator_tells_which_nodes_are_drained_and_how_many_bytes_are_left() -> None:
+    drains = pb.Drain(bytes_left=70), pb.Drain(bytes_left=7), pb.Drain(done=True)
+    nodes = tuple(pb.Node(id=f"n{i}", alive=True, drain=each) for i, each in enumerate(drains))
+    cache = CacheStatus((*nodes, pb.Node(id="a", alive=True), pb.Node(id="b", drain=drains[0])), ())
+    found = samples(status(cache=cache))
+    states = {name[1]: found[name] for name in found if name[0] == "data_cache_nodes"}
+    assert states == {"alive": 1, "draining": 2, "drained": 1, "lost": 1, "untrusted": 0}
+    assert found["data_cache_drain_left_bytes",] == 77

@@ -118,3 +118,10 @@ def test_no_text_of_a_source_becomes_a_tag() -> None:
 
     assert "<script" not in html
     assert html.count("&lt;script&gt;") >= 10
+
+
+def test_the_page_says_how_far_nodes_are_drained() -> None:
+    drains = pb.Drain(shards_left=3, bytes_left=2048, waits="<open>"), pb.Drain(done=True)
+    nodes = tuple(pb.Node(id=f"n{i}", alive=True, drain=each) for i, each in enumerate(drains))
+    html = page(replace(STATUS, cache=CacheStatus(nodes, ())))
+    assert "draining: 3 shards left, 2.0 KiB; waits: &lt;open&gt;" in html and "drained" in html

@@ -60,7 +60,7 @@ def test_a_drained_node_takes_its_shards_back_when_it_starts_again_or_is_undrain
         settle(one, two)
         assert not one.holds("table")
         if end == "start again":
-            one.process = "another"
+            one.boot = "another"
         else:
             assert not coordinator.undrain("one").HasField("drain")
         settle(one, two)
