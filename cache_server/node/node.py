@@ -13,7 +13,7 @@ import math
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from concurrent.futures import wait
 from dataclasses import astuple, replace
 from functools import partial
@@ -37,14 +37,10 @@ from cache_protocol.wire.channels import pause_s, rest_s
 from cache_protocol.wire.credentials import NO_CREDENTIALS, Credentials
 from cache_server.auth.principals import ANYONE, EVERYTHING, Principal, Viewer
 from cache_server.egress.allowed_sources import AllowedSources
+from cache_server.node import heartbeat_messages
 from cache_server.node.desired import DesiredState, DesiredVersion
 from cache_server.node.heartbeat_log import HeartbeatLog
-from cache_server.node.heartbeat_messages import (
-    DesiredDecoder,
-    ReportEncoder,
-    SealedShards,
-    held_shards,
-)
+from cache_server.node.heartbeat_messages import DesiredDecoder, ReportEncoder, SealedShards
 from cache_server.node.load_memory import LoadMemory
 from cache_server.node.load_threads import LoadThreads
 from cache_server.node.loading import SpooledTables
@@ -334,7 +330,7 @@ class Node:
 
     def held(self, keys: Iterable[VersionKey]) -> list[pb.ActualDataset]:
         """The shards of versions and puts whose files this node has at this moment."""
-        return [held_shards(key, self._store.shards(key)) for key in keys]
+        return [heartbeat_messages.held_shards(key, self._store.shards(key)) for key in keys]
 
     def _checked_bytes(
         self, key: VersionKey, shard: MappedShard, mapped: pa.MemoryMappedFile, max_bytes: int
@@ -530,9 +526,7 @@ class Node:
             self._on_ready()
         return any(isinstance(action, Publish | StartLoads) for action in result.actions)
 
-    def _expired(
-        self, desired: DesiredState, actual: Mapping[VersionKey, ActualVersion]
-    ) -> set[VersionKey]:
+    def _expired(self, desired: DesiredState, actual: Container[VersionKey]) -> set[VersionKey]:
         """The orphans that were kept for long enough."""
         now = time.monotonic()
         self._orphans = {
