@@ -41,7 +41,8 @@ from cache_server.egress import gate
 from cache_server.egress.allowed_sources import AllowedSources
 from cache_server.node import peer_files
 from cache_server.node.coordinator_link import RemoteCoordinator
-from cache_server.node.node import CoordinatorLink, Node
+from cache_server.node.link import CoordinatorLink
+from cache_server.node.node import Node
 from cache_server.node.second_reader import SecondReader
 from cache_server.node.status import CacheStatus, NodeStatus
 from cache_server.node.traffic import Traffic

@@ -9,6 +9,7 @@ from cache_protocol.datasets.dataset_spec import DatasetSpec
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.auth.principals import Principal
 from cache_server.coordination.catalogue import Catalogue
+from cache_server.coordination.commits import AskHolder
 from cache_server.coordination.coordinator import Coordinator
 from cache_server.shards.version_key import VersionKey
 
@@ -220,7 +221,9 @@ def _checksum(shard: pb.DesiredShard) -> str:
     return f"sum-{int(Path(shard.splits[0].file.path).stem.removeprefix('part-'))}"
 
 
-def make_coordinator(directory: Path, clock: Clock) -> Coordinator:
+def make_coordinator(
+    directory: Path, clock: Clock, ask_holder: AskHolder | None = None
+) -> Coordinator:
     """A coordinator of the catalogue in ``directory``: the same one again after a restart."""
     return Coordinator(
         Catalogue(directory / "catalogue"),
@@ -230,6 +233,7 @@ def make_coordinator(directory: Path, clock: Clock) -> Coordinator:
         heartbeat_interval_s=0.01,
         node_timeout_s=TIMEOUT_S,
         lease_s=LEASE_S,
+        ask_holder=ask_holder,
         clock=clock,
     )
 

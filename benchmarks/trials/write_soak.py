@@ -49,7 +49,6 @@ _MOST_TRIES = 8
 STEPS = ("begin", *(f"put {number}" for number in range(PARTITIONS)), "commit", "answered")
 VICTIMS = ("node", "coordinator", "all", "writer")
 PLAN = [*itertools.product(STEPS, VICTIMS, (1, 2))]
-random.Random(0).shuffle(PLAN)  # a short run has steps of all kinds
 
 
 def table(seed: int) -> pa.Table:
@@ -177,6 +176,7 @@ class Soak:
         self.client = CacheClient(Connection(cluster.endpoint, deadline_s=20.0))
         self.writer = Writer(cluster.endpoint)
         self.chance = random.Random(seed)
+        self.plan = self.chance.sample(PLAN, len(PLAN))  # a short run has steps of all kinds
         self.outcomes: Counter[str] = Counter()
         self.kills: Counter[str] = Counter()
         self.steps: Counter[str] = Counter()
@@ -190,7 +190,7 @@ class Soak:
         if append := self.chance.random() < 0.5:
             before = table(number)
             self.client.write(name, before, target_shard_bytes=SHARD_BYTES, replicas=2)
-        kill_at, victim, replicas = PLAN[number % len(PLAN)]
+        kill_at, victim, replicas = self.plan[number % len(PLAN)]
         self.writer.pipe.send((name, seed, append, replicas))
         down: list[LocalNode] = []
         answer: str | None = None

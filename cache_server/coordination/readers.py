@@ -149,15 +149,15 @@ class Readers:
         found: dict[VersionKey, pb.Orphan] = {}
         alive = self._state.membership.alive()
         for node_id, member in sorted(self._state.membership.members.items()):
-            for key, actual in member.actual.items():
+            for key, actual in member.actual.items() if node_id in alive else ():
+                shards = [shard for shard in actual.shards if shard.sealed]
                 if (
-                    node_id not in alive
+                    not shards
                     or (name and key.dataset != name)
                     or not viewer.can_read(key.dataset, ())
                     or self._state.fate(key) is not Fate.ORPHANED
                 ):
                     continue
-                shards = [shard for shard in actual.shards if shard.sealed]
                 orphan = found.setdefault(
                     key,
                     pb.Orphan(dataset=viewer.shown(key.dataset), fingerprint=key.fingerprint),

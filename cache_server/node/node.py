@@ -13,11 +13,10 @@ import math
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from concurrent.futures import wait
 from dataclasses import astuple, replace
 from functools import partial
-from typing import Protocol
 
 import pyarrow as pa
 
@@ -37,14 +36,11 @@ from cache_protocol.wire.channels import pause_s, rest_s
 from cache_protocol.wire.credentials import NO_CREDENTIALS, Credentials
 from cache_server.auth.principals import ANYONE, EVERYTHING, Principal, Viewer
 from cache_server.egress.allowed_sources import AllowedSources
+from cache_server.node import heartbeat_messages
+from cache_server.node.link import CoordinatorLink
 from cache_server.node.desired import DesiredState, DesiredVersion
 from cache_server.node.heartbeat_log import HeartbeatLog
-from cache_server.node.heartbeat_messages import (
-    DesiredDecoder,
-    ReportEncoder,
-    SealedShards,
-    held_shards,
-)
+from cache_server.node.heartbeat_messages import DesiredDecoder, ReportEncoder, SealedShards
 from cache_server.node.leaving import Leaving
 from cache_server.node.load_memory import LoadMemory
 from cache_server.node.load_threads import LoadThreads
@@ -87,30 +83,6 @@ _FEW_SHARDS = 256
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.1, 1.0
 _LONGEST_INTERVAL_S = 3600.0
 _BEAT_S = 10.0  # for the coordinator to learn of a put
-
-
-class CoordinatorLink(Protocol):
-    """The calls of a node to its coordinator, in this process or another."""
-
-    def heartbeat(self, request: pb.HeartbeatRequest) -> pb.HeartbeatResponse:
-        """Reports the actual shards; answers the desired ones."""
-
-    def get(
-        self,
-        name: str,
-        fingerprint: str = "",
-        *,
-        lease: bool = False,
-        viewer: Viewer = EVERYTHING,
-        follow: pb.EpochOfJob | None = None,
-    ) -> pb.DatasetInfo:
-        """One dataset: the given version, that of an epoch, or the newest that has not failed."""
-
-    def datasets(self, viewer: Viewer = EVERYTHING) -> list[pb.DatasetInfo]:
-        """Every dataset that a viewer sees."""
-
-    def write_schema(self, write_id: str) -> bytes:
-        """The schema of an open write."""
 
 
 class Node:
@@ -351,7 +323,7 @@ class Node:
 
     def held(self, keys: Iterable[VersionKey]) -> list[pb.ActualDataset]:
         """The shards of versions and puts whose files this node has at this moment."""
-        return [held_shards(key, self._store.shards(key)) for key in keys]
+        return [heartbeat_messages.held_shards(key, self._store.shards(key)) for key in keys]
 
     def _checked_bytes(
         self, key: VersionKey, shard: MappedShard, mapped: pa.MemoryMappedFile, max_bytes: int
@@ -549,9 +521,7 @@ class Node:
             self._on_ready()
         return any(isinstance(action, Publish | StartLoads) for action in result.actions)
 
-    def _expired(
-        self, desired: DesiredState, actual: Mapping[VersionKey, ActualVersion]
-    ) -> set[VersionKey]:
+    def _expired(self, desired: DesiredState, actual: Container[VersionKey]) -> set[VersionKey]:
         """The orphans that were kept for long enough."""
         now = time.monotonic()
         self._orphans = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from cache_server.coordination.coordinator import Coordinator
 from cache_server.coordination.holdings import holder_checks
 from cache_server.coordination.versions import writes
 from cache_server.shards.put_key import PutKey
+from cache_server.shards.version_key import VersionKey
 from tests.fake_nodes import LEASE_S, Clock, make_coordinator, spec
 
 SCHEMA = pa.schema([("row", pa.int64())])
@@ -158,6 +160,56 @@ def test_chosen_puts_become_a_version_on_the_nodes_that_have_them_without_a_seco
     assert [list(shard.node_ids) for shard in ready.shards] == [["b"], ["b"], ["a"], ["a"]]
     assert coordinator.next_check(0.0) is None
     assert open_writes(nodes[0]) == {}
+
+
+def test_a_commit_takes_only_puts_that_their_nodes_have_at_this_moment(tmp_path: Path) -> None:
+    answers: dict[str, dict[VersionKey, dict[int, str]]] = {}
+
+    def ask(
+        location: str, dataset: str, keys: Collection[VersionKey]
+    ) -> dict[VersionKey, dict[int, str]]:
+        assert dataset == NAME and {key.fingerprint for key in keys} <= node.puts.keys()
+        if location not in answers:
+            raise NodeUnavailableError(f"{location} does not answer")
+        return answers[location]
+
+    coordinator = make_coordinator(tmp_path, Clock(), ask)
+    node = PuttingNode(coordinator, "a")
+    node.beat()
+    write = begin(coordinator)
+    node.put(write, 0)
+    chosen = [writes.Chosen(0, 0)]
+    (name,) = node.puts
+    key = VersionKey(NAME, name)
+    held = {index: f"{name[-8:]}.{index}" for index in range(2)}
+
+    with pytest.raises(NotReadyError, match=r"node a has some of its rows, and does not answer"):
+        coordinator.commit_write(write, chosen)
+    for wrong in ({}, {key: {0: held[0]}}, {key: {**held, 1: "other"}}):
+        answers["grpc://a:1"] = wrong
+        assert coordinator.commit_write(write, chosen) == [0]
+    assert open_writes(node) == {write: False} and node.puts
+    answers["grpc://a:1"] = {key: held}
+    assert isinstance(coordinator.commit_write(write, chosen), pb.DatasetInfo)
+
+
+def test_a_commit_is_answered_once_its_nodes_have_said_again_that_they_have_the_rows(
+    tmp_path: Path,
+) -> None:
+    coordinator = make_coordinator(tmp_path, Clock())
+    nodes = [PuttingNode(coordinator, name) for name in ("a", "b")]
+    for node in nodes:
+        node.beat()
+    write = begin(coordinator)
+    nodes[0].put(write, 0)
+    commit(coordinator, write, 0)
+    assert nodes[0].move() == {0, 1}
+
+    nodes[0].beat()  # reports the last replica
+    nodes[1].beat()  # has none
+    assert coordinator.get(NAME).state == pb.DATASET_STATE_LOADING and nodes[0].puts
+    nodes[0].beat()
+    assert coordinator.get(NAME).state == pb.DATASET_STATE_READY
 
 
 def test_copies_that_do_not_fit_are_refused_and_the_write_stays_open(tmp_path: Path) -> None:
