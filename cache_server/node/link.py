@@ -30,4 +30,3 @@ class CoordinatorLink(Protocol):
 
     def write_schema(self, write_id: str) -> bytes:
         """The schema of an open write."""
-

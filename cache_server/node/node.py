@@ -37,11 +37,11 @@ from cache_protocol.wire.credentials import NO_CREDENTIALS, Credentials
 from cache_server.auth.principals import ANYONE, EVERYTHING, Principal, Viewer
 from cache_server.egress.allowed_sources import AllowedSources
 from cache_server.node import heartbeat_messages
-from cache_server.node.link import CoordinatorLink
 from cache_server.node.desired import DesiredState, DesiredVersion
 from cache_server.node.heartbeat_log import HeartbeatLog
 from cache_server.node.heartbeat_messages import DesiredDecoder, ReportEncoder, SealedShards
 from cache_server.node.leaving import Leaving
+from cache_server.node.link import CoordinatorLink
 from cache_server.node.load_memory import LoadMemory
 from cache_server.node.load_threads import LoadThreads
 from cache_server.node.loading import SpooledTables
