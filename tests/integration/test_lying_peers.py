@@ -62,16 +62,16 @@ def false_coordinator(servicer: FalseCoordinator) -> Iterator[str]:
         server.stop(0).wait()
 
 
-@pytest.mark.parametrize("as_kept", [False, True])
+@pytest.mark.parametrize("as_gone", [False, True])
 def test_a_false_coordinator_makes_no_node_touch_what_is_outside_its_directory(
-    tmp_path: Path, as_kept: bool
+    tmp_path: Path, as_gone: bool
 ) -> None:
     victim = tmp_path / "victim" / "f00"
     victim.mkdir(parents=True)
     (victim / "manifest.jsonl").write_text("precious", encoding="utf-8")
     coordinator = FalseCoordinator()
-    if as_kept:
-        coordinator.answer.kept.add(dataset="../victim", fingerprint="f00")
+    if as_gone:
+        coordinator.answer.gone.add(dataset="../victim", fingerprint="f00")
     else:
         desired = coordinator.answer.datasets.add()
         desired.plan.dataset, desired.plan.fingerprint = "../victim", "f00"
