@@ -182,7 +182,7 @@ def plan(
     timeout_s: TimeoutS = 600.0,
     as_json: AsJson = False,
 ) -> None:
-    """Show the rows, memory, nodes and steps that a load would take. Loads nothing.
+    """Show rows, memory, nodes and steps of a load. Loads nothing.
 
     Ends with 65, and with the error of the load, where the load is certain to fail.
     """
@@ -407,7 +407,7 @@ def run_local(
         bool, typer.Option("--render", help="Only print the JobSet that a cluster would create.")
     ] = False,
 ) -> None:
-    """Run a TrainJob as processes of this machine, for development."""
+    """Run a TrainJob as processes of this machine."""
     try:
         import cache_runtimes as shipped
         from cache_runtimes import local

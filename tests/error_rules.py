@@ -41,7 +41,7 @@ _LIST_FIRST = re.compile(
     r"(?:cannot (?:read|load|open|list)|failed|error)\b[^:]* and [\d,]+ more\b[^:]*: ",
     re.IGNORECASE,
 )
-_NAMED = re.compile(r"'[^']*(?:'|\.\.\.)|\S*/\S*")
+_NAMED = re.compile(r"""'[^']*(?:'|\.\.\.)|"[^"]*(?:"|\.\.\.)|\S*/\S*""")
 _CAUSELESS = re.compile(r"(?:failed|error|exception|traceback)\b[^:]{0,20}:", re.IGNORECASE)
 
 

@@ -58,7 +58,7 @@ def drain(
     timeout_s: TimeoutS = 30.0,
     as_json: AsJson = False,
 ) -> None:
-    """Move the shards of a node to other nodes, so that it can be stopped."""
+    """Move the shards of a node to others, to stop it."""
     deadline_s = None if deadline is None else seconds_of(deadline)
     told = ""
 

@@ -7,14 +7,19 @@ A drained node takes no shards, and serves its own until other nodes serve them:
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 
 from cache_protocol.errors import RequestError, some_of
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.coordination.cache_state import CacheState
 from cache_server.coordination.holdings.holdings import Holdings
 from cache_server.coordination.members.clusters import Cluster
-from cache_server.coordination.members.drain_plan import DrainPlan, LeavingShard, plan_drain
+from cache_server.coordination.members.drain_plan import (
+    NO_TAKER,
+    DrainPlan,
+    LeavingShard,
+    plan_drain,
+)
 from cache_server.coordination.members.drains import Drain, find_node
 from cache_server.coordination.members.membership import Member
 from cache_server.coordination.versions.version_record import VersionRecord
@@ -85,9 +90,13 @@ class Draining:
         processes = {node_id: each.node.process for node_id, each in members.items()}
         self._end(*self._state.drains.ended(processes))
         node = member.node
-        if not node.leaving or member.untrusted or node.id in self._state.drains.by_node:
+        if not node.leaving or member.untrusted:
             return None
-        why_not = self._begin(node)
+        under_way = self.progress(node.id)
+        if under_way is None:
+            why_not = self._begin(node)
+        else:  # the nodes that took its shards may leave or be lost, too
+            why_not = "" if under_way.done or self._takers(node.id) else NO_TAKER
         return pb.Drain(refused=why_not) if why_not else None
 
     def progress(self, node_id: str) -> pb.Drain | None:
@@ -156,13 +165,18 @@ class Draining:
         others = {id_: drain for id_, drain in state.drains.by_node.items() if id_ != node_id}
         drains = {**others, node_id: Drain("")}
         cluster = Cluster(membership.names(), membership.alive(), drains=drains)
-        takers = cluster.alive - drains.keys()
         leaving = [
             shard
             for version in self._versions()
             for shard in self._leaving(version, node_id, cluster)
         ]
-        return plan_drain(leaving, state.room_on(takers))
+        return plan_drain(leaving, state.room_on(self._takers(node_id)))
+
+    def _takers(self, node_id: str) -> Set[str]:
+        """The other nodes that answer, stay and are not drained."""
+        members = self._state.membership.members
+        others = self._state.membership.alive() - self._state.drains.by_node.keys() - {node_id}
+        return {other for other in others if not members[other].node.leaving}
 
     def _leaving(
         self, version: VersionRecord, node_id: str, cluster: Cluster

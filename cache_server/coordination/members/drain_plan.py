@@ -15,6 +15,8 @@ from cache_server.shards.version_key import VersionKey
 
 Moves = Mapping[VersionKey, Mapping[int, tuple[str, ...]]]
 
+NO_TAKER = "no other node answers and takes shards"
+
 
 @dataclass(frozen=True)
 class LeavingShard:
@@ -61,7 +63,7 @@ def plan_drain(shards: Iterable[LeavingShard], room: Mapping[str, int | None]) -
         shards, key=lambda s: (-s.num_bytes, s.key.dataset, s.key.fingerprint, s.index)
     )
     if leaving and not room:
-        return DrainPlan(why_not="no other node answers and takes shards")
+        return DrainPlan(why_not=NO_TAKER)
     left = dict(room)
     moves: dict[VersionKey, dict[int, tuple[str, ...]]] = {}
     # First those that fit where the placement names them: others take only the room that is left.

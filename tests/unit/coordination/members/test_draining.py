@@ -134,6 +134,19 @@ def test_a_node_that_leaves_is_drained_and_told_why_it_is_not(
     assert two.holds("table") == SHARDS
 
 
+def test_no_node_of_a_cache_that_ends_waits_for_another(
+    coordinator: Coordinator, source: Path
+) -> None:
+    one, two = serving(coordinator, spec(source), "one", "two")
+    one.leaving = True
+    one.beat()
+    assert not one.drain.refused and not one.drain.done
+    two.leaving = True
+    assert two.drain.refused
+    one.beat()
+    assert one.drain.refused == "no other node answers and takes shards"
+
+
 def test_a_node_without_a_shard_of_its_own_leaves_at_once(
     coordinator: Coordinator, source: Path
 ) -> None:
