@@ -180,7 +180,7 @@ class ShardBuilder:
         }
         for name in self._refused_arrow:
             values = flat.values[name]
-            assert isinstance(values, pa.Array)
+            assert not isinstance(values, np.ndarray)  # it is an Arrow column
             if values.null_count:
                 is_null = values.is_null().to_numpy(zero_copy_only=False)
                 masks[name] = is_null[:, np.newaxis]
