@@ -96,6 +96,7 @@ def shared_cache(cluster: Cluster) -> Iterator[None]:
     )
     yield
     cluster.delete("Namespace", "data-cache-system")
+    cluster.release_claims("data-cache-system")
     cluster.wait(  # the next test makes it again
         "data-cache-system",
         lambda: cluster.get("Namespace", "data-cache-system", "") is None,
