@@ -167,8 +167,9 @@ class NodeConfig(BaseModel):
         str | None,
         BeforeValidator(_not_empty),
         Flag(
-            "File for a JSON line about each load, write, drop and refusal, and the first read of "
-            "a version by a caller; '-': standard output. A file that is moved away is made anew.",
+            "File for a JSON line about each load, write, drop, drain and refusal, and the first "
+            "read of a version by a caller; '-': standard output. A file that is moved away is "
+            "made anew.",
             metavar="<path>",
         ),
     ] = None

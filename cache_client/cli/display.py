@@ -23,6 +23,7 @@ from cache_client.control.forecast import LoadForecast, nulls_text
 from cache_client.control.infos import DatasetInfo
 from cache_protocol.cli.facts import counted, printable, type_name
 from cache_protocol.cli.output import size
+from cache_protocol.errors import some_of
 from cache_protocol.storage.flat_columns import numpy_dtype
 
 # A pipe has no width.
@@ -38,7 +39,9 @@ def show_dataset(info: DatasetInfo, as_json: bool) -> None:
     if info.error:
         console.print(Text(f"  error        {printable(info.error)}"), soft_wrap=True)
     if info.awaited:
-        console.print(Text(f"  awaits       node {', node '.join(info.awaited)}"), soft_wrap=True)
+        console.print(
+            Text(f"  awaits       node {some_of(info.awaited, ', node ')}"), soft_wrap=True
+        )
     if info.waits:
         console.print(Text(f"  waits        {printable(info.waits)}"), soft_wrap=True)
     for note in info.notes:

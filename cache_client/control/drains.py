@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from cache_client.control.infos import NodeInfo
 from cache_protocol.cli.output import size
@@ -46,8 +47,8 @@ def wait_until_drained(
                 "drain continues: drain it again to wait, or undrain it"
             )
         time.sleep(min(_LOOK_EVERY_S, left_s))
-        known = node
-        node = next((each for each in look() if each.id == known.id), known)
+        known = {each.id: each for each in look()}
+        node = known.get(node.id) or replace(node, alive=False)
 
 
 def what_is_left(node: NodeInfo) -> str:

@@ -134,5 +134,11 @@ class CallerLog:
 
 
 class _LogFile(WatchedFileHandler):
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            super().emit(record)
+        except OSError:  # the file was moved away, and no other can be made
+            self.handleError(record)
+
     def handleError(self, record: logging.LogRecord) -> None:
         logger.error("audit log not written path=%s reason=%s", self.baseFilename, sys.exception())

@@ -87,7 +87,11 @@ class Draining:
             Why nothing is moved away from a node that leaves; None: it is, or it stays.
         """
         members = self._state.membership.members
-        processes = {node_id: each.node.process for node_id, each in members.items()}
+        processes = {
+            node_id: members[node_id].node.process
+            for node_id in self._state.drains.by_node
+            if node_id in members
+        }
         self._end(*self._state.drains.ended(processes))
         node = member.node
         if not node.leaving or member.untrusted:

@@ -111,7 +111,8 @@ class CallerMiddleware(flight.ServerMiddlewareFactory):
         if call.caller is None:
             peer = context.peer_identity().decode("utf-8", "replace")
             call.caller = Caller(self._authenticator, call.verb, call.headers, peer, context.peer())
-        call.caller.address = context.peer()
+        else:
+            call.caller.address = context.peer()  # the middleware did not see it
         call.limited = self._limits.begin(call.principal.name, context.peer())
         return call
 

@@ -11,7 +11,7 @@ from datetime import datetime
 from html import escape
 
 from cache_protocol.cli.output import node_label, size
-from cache_protocol.errors import short
+from cache_protocol.errors import short, some_of
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.wire.load_progress import state_name
 from cache_server.node.status import CacheStatus, NodeStatus
@@ -128,9 +128,8 @@ def _problems(cache: CacheStatus, view: View) -> Iterator[str]:
     lost = [node for node in cache.nodes if not node.alive and not node.untrusted]
     for what, nodes in (("lost", lost), ("untrusted", untrusted)):
         if nodes:
-            some = ", ".join(_label(node) for node in nodes[:3])
-            more = f" and {len(nodes) - 3} more" if len(nodes) > 3 else ""
-            found.append(f"{len(nodes)} of {len(cache.nodes)} nodes {what}: {some}{more}")
+            some = some_of(map(_label, nodes))
+            found.append(f"{len(nodes)} of {len(cache.nodes)} nodes {what}: {some}")
     if cache.damaged_entries:
         found.append(f"{cache.damaged_entries} damaged entries of the catalogue are set aside")
     failed = [info for info in cache.datasets if info.state in _BAD_STATES]

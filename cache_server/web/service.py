@@ -206,7 +206,11 @@ class _Handler(BaseHTTPRequestHandler):
             return
         try:
             caller = Caller(
-                self.server.authenticator, f"http {path}", self._caller_headers(), self._peer()
+                self.server.authenticator,
+                f"http {path}",
+                self._caller_headers(),
+                self._peer(),
+                "{}:{}".format(*self.client_address),
             )
         except UnauthenticatedError as error:
             self._answer(HTTPStatus.UNAUTHORIZED, f"{error}\n".encode(), _TEXT, _ASK_FOR_TOKEN)

@@ -67,7 +67,8 @@ def recorded(tmp_path: Path) -> Iterator[Recorded]:
         for role in ("node", "writer", "reader")
     ]
     (tmp_path / "tokens.json").write_text(json.dumps({"principals": principals}))
-    log = tmp_path / "callers.jsonl"
+    (tmp_path / "log").mkdir()
+    log = tmp_path / "log" / "callers.jsonl"
     arguments = ["--allow-source", "", "--auth-tokens", str(tmp_path / "tokens.json")]
     arguments += ["--heartbeat-interval-s", "0.1", "--audit-log", str(log)]
     node = LocalNode(tmp_path / "node", arguments, token("node"))
@@ -133,3 +134,11 @@ def test_a_file_that_was_moved_away_is_made_anew(recorded: Recorded) -> None:
         client.drop("t")
 
     assert len(recorded.lines()) == 1
+
+
+def test_a_call_succeeds_whose_line_cannot_be_written(recorded: Recorded, tmp_path: Path) -> None:
+    recorded.log.parent.rename(recorded.log.parent.with_name("moved"))
+    source = write_numbered(tmp_path / "source", ROWS, files=2)
+
+    assert recorded.client("writer").load(DatasetSpec("t", source)).state == "ready"
+    assert recorded.node.exit_code is None and "audit log not written" in recorded.node.log_tail()

@@ -62,7 +62,8 @@ class Drains:
         """The drained nodes that started again, or are no members any more.
 
         Args:
-            processes: of every member; empty: it has not reported since the coordinator started.
+            processes: of those that are members; empty: it has not reported since the coordinator
+                started.
         """
         return [
             node_id
@@ -83,7 +84,8 @@ def find_node(nodes: Iterable[pb.Node], name: str) -> pb.Node:
     """The node that a person means. Pure.
 
     Args:
-        name: an id, a Flight or control endpoint, a host, or the first label of one, as of a pod.
+        name: an id, a Flight or control endpoint, the name that the page shows, a host, or the
+            first label of one, as of a pod.
 
     Raises:
         RequestError: no node has this name, or several have; lists them.
@@ -107,4 +109,4 @@ def _exact_names(node: pb.Node) -> set[str]:
 
 def _host_names(node: pb.Node) -> set[str]:
     host = urlsplit(node.flight_location).hostname or ""
-    return {host, host.partition(".")[0]} - {""}
+    return {node.name, host, host.partition(".")[0]} - {""}

@@ -52,3 +52,8 @@ def test_a_drain_that_is_not_done_says_why(
 ) -> None:
     with pytest.raises(error, match=words):
         wait_until_drained(MOVING, lambda: [after], 0.01)
+
+
+def test_a_drained_node_that_the_coordinator_forgot_is_not_waited_for() -> None:
+    with pytest.raises(NodeUnavailableError, match="node one was lost while it was drained"):
+        wait_until_drained(MOVING, list, None)

@@ -169,7 +169,7 @@ def test_shards_stay_when_the_nodes_that_take_them_are_lost(
 
 @pytest.mark.parametrize(
     "name", ["a1", "data-cache-1", "data-cache-1.nodes.ns", "data-cache-1.nodes.ns:50051",
-             "grpc://data-cache-1.nodes.ns:50051", "data-cache-1.nodes.ns:50052"],
+             "grpc://data-cache-1.nodes.ns:50051", "data-cache-1.nodes.ns:50052", "machine-1"],
 )  # fmt: skip
 def test_a_node_is_found_by_each_of_its_names(name: str) -> None:
     nodes = [
@@ -177,6 +177,7 @@ def test_a_node_is_found_by_each_of_its_names(name: str) -> None:
             id=f"a{index}",
             flight_location=f"grpc://data-cache-{index}.nodes.ns:50051",
             control_location=f"data-cache-{index}.nodes.ns:50052",
+            name=f"machine-{index}",
         )
         for index in range(12)
     ]
