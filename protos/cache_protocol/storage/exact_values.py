@@ -14,6 +14,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from cache_protocol.storage.flat_columns import numpy_dtype
 from cache_protocol.storage.type_rules import (
     MANTISSA_BITS,
     bounds,
@@ -21,7 +22,6 @@ from cache_protocol.storage.type_rules import (
     is_extension,
     is_view,
     largest_count,
-    numpy_dtype,
     text_kind,
     unit_ns,
 )

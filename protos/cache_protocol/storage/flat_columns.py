@@ -156,7 +156,7 @@ def is_number(dtype: pa.DataType) -> bool:
 
 
 def numpy_dtype(number: pa.DataType) -> np.dtype[np.generic]:
-    """The numpy dtype of an integer or float type.
+    """The numpy dtype of an integer or float type; of times, that of their integers.
 
     ``to_pandas_dtype`` needs pandas before pyarrow 26.
     """

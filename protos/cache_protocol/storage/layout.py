@@ -181,9 +181,9 @@ class Layout:
         """
         if not names or list(names) == self.logical.names:
             return self
-        chosen = Layout(pruned(self.described, names).with_metadata(self.described.metadata), ())
-        units = {name for node in nodes(chosen.tree) for name in node.null_units}
-        return chosen.with_nulls(units & self.nulls.units.keys())
+        chosen = pruned(self.described, names).with_metadata(self.described.metadata)
+        units = {name for node in nodes(flat_tree(chosen)) for name in node.null_units}
+        return Layout(chosen, units & self.nulls.units.keys())
 
     def stored_bytes(self, batch: pa.RecordBatch) -> int:
         """About the bytes of a batch of logical columns, once it is stored."""

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Sequence
 from enum import IntEnum
 
-import numpy as np
 import pyarrow as pa
 
 MANTISSA_BITS = {16: 11, 32: 24, 64: 53}
@@ -224,11 +223,3 @@ def may_expand(dtype: pa.DataType) -> bool:
 def repeated_names(names: Sequence[str]) -> list[str]:
     """The names that come more than once."""
     return sorted(name for name, count in Counter(names).items() if count > 1)
-
-
-def numpy_dtype(dtype: pa.DataType) -> np.dtype[np.generic]:
-    """Of numbers; of times: the integers that they are stored as."""
-    kinds = pa.types
-    if kinds.is_floating(dtype):
-        return np.dtype(f"f{dtype.bit_width // 8}")
-    return np.dtype(f"{'u' if kinds.is_unsigned_integer(dtype) else 'i'}{dtype.bit_width // 8}")
