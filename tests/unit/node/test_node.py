@@ -416,17 +416,20 @@ def test_a_load_waits_for_room_that_may_come_and_says_once_why(
     query: dict[str, str],
 ) -> None:
     monkeypatch.setattr(load_threads, "_RETRY_S", 0.01)
-    harness = Harness(tmp_path, memory_limit_bytes=13_000)
+    harness = Harness(tmp_path)
     with harness.store, harness.node:
         harness.node.start()
         harness.coordinator.create(spec(source, name="other"))
         harness.wait(pb.DATASET_STATE_READY, "other")
+        limit = harness.store.memory_limit_bytes = harness.store.stored_bytes  # it is full
         harness.coordinator.create(DatasetSpec("table", source, **query))
         waits = wait_until(
             lambda: harness.coordinator.get("table").progress.waits, WAIT_S, "it waits"
         )
         assert harness.node.description.id in waits
-        assert "until a lost node may be back" in waits and "memory limit of 13000 bytes" in waits
+        assert (
+            "until a lost node may be back" in waits and f"memory limit of {limit} bytes" in waits
+        )
 
         harness.coordinator.delete("other")
 
