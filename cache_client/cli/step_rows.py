@@ -41,8 +41,6 @@ from cache_protocol.errors import (
     some_of,
 )
 
-_CHANGE_NO_ROWS = ("codes", "join", "pad_lists")  # options of `View` that only make columns
-
 
 class NotShownError(CacheError):
     """What was asked cannot be shown; says why."""
@@ -305,10 +303,10 @@ def _open(access: Access, name: str, fingerprint: str, *, with_log: bool = False
 def _view(options: Mapping[str, Any]) -> Any:
     """The `View` of options, as far as they choose rows."""
     try:
-        from cache_client.view_options.options import View
+        from cache_client.view_options.options import MAKE_COLUMNS, View
     except ImportError as error:
         raise ConfigError(missing_package(error, "rows of a view", "client")) from None
-    return View(**{name: each for name, each in options.items() if name not in _CHANGE_NO_ROWS})
+    return View(**{name: each for name, each in options.items() if name not in MAKE_COLUMNS})
 
 
 def _make_view(

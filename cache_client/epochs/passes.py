@@ -33,6 +33,8 @@ class Pass:
         ahead: batches that a wrapper holds and the training loop has not seen yet.
         ended: the iterator was asked for more batches than there are.
         most_steps: that it makes; None: all.
+        amend_after: steps after which ``amend`` is called; None: never.
+        superseded: its epoch was amended, and another pass reads the rest.
         due_of: what its epoch owes; the first call takes a pass over the rows of some views.
         of_loader: workers make its batches, and a `CacheLoader` counts those it hands out.
         digests: of the steps that this process made.
@@ -54,6 +56,9 @@ class Pass:
     record: AuditRecord | None = None
     due_of: Callable[[], Due] = Due
     most_steps: int | None = None
+    amend_after: int | None = None
+    amend: Callable[[], None] | None = None
+    superseded: bool = False
 
     @property
     def steps(self) -> range:
@@ -120,6 +125,8 @@ class Passes:
             self._take_over(pass_)
         elif pass_.handed_out > main.handed_out:
             self._take_over(pass_, overtaken=main)
+        if pass_.amend is not None and pass_.handed_out == pass_.amend_after:
+            pass_.amend()
 
     def current(self) -> Pass | None:
         """The pass that a state tells of; None where none has begun since `forget`.

@@ -385,6 +385,7 @@ def _shard_map(info: flight.FlightInfo, asked_at: float) -> ShardMap:
     starts: list[int] = []
     replicas: list[tuple[int, ...]] = []
     files: list[tuple[ShardFile, ...]] = []
+    checksums: list[str] = []
     num_bytes = 0
     for endpoint in info.endpoints:
         placement = pb.ShardPlacement.FromString(bytes(endpoint.app_metadata))
@@ -396,6 +397,7 @@ def _shard_map(info: flight.FlightInfo, asked_at: float) -> ShardMap:
                 refs.append(NodeRef(node_id, uri))
         starts.append(placement.rows.start)
         num_bytes += placement.num_bytes
+        checksums.append(placement.checksum)
         replicas.append(tuple(nodes[node_id] for node_id in placement.node_ids))
         files.append(
             tuple(
@@ -418,6 +420,7 @@ def _shard_map(info: flight.FlightInfo, asked_at: float) -> ShardMap:
         num_bytes,
         asked_at,
         _load_log(plan.log) if plan.HasField("log") else None,
+        tuple(checksums),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -61,6 +61,7 @@ class ShardMap:
         num_bytes: of the stored shards, one replica. `cache_client.reading.shard_maps`
             subtracts the fixed-size columns that are not read.
         layout: of the columns to read, packed.
+        checksums: of the sealed file of each shard.
         log: of a version that may load: the map has the shards of its groups, ``num_rows`` rows
             together, and its row ids are numbers by shard. None: of a ready version.
     """
@@ -77,6 +78,7 @@ class ShardMap:
     num_bytes: int = 0
     leased_at: float = field(default=0.0, repr=False, compare=False)
     log: GroupLog | None = None
+    checksums: tuple[str, ...] = field(default=(), repr=False, compare=False)
     layout: Layout = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -96,6 +98,35 @@ class ShardMap:
             rows: list[int] = np.diff(self.starts, append=self.num_rows).tolist()
             return rows
         return self.log.rows_of_shards
+
+    def begins_with(self, other: ShardMap) -> bool:
+        """Whether the first rows of this version are those of another one, in its order."""
+        count = len(other.starts)
+        ends = [*self.starts.tolist(), self.num_rows]
+        return (
+            other.checksums == self.checksums[:count]
+            and other.starts.tolist() == self.starts[:count].tolist()
+            and ends[count] == other.num_rows
+        )
+
+    def first_rows(self, num_rows: int) -> ShardMap:
+        """The map of the first shards, which have so many rows.
+
+        Raises:
+            ValueError: no shard ends there; quotes the number.
+        """
+        ends = [*self.starts.tolist(), self.num_rows]
+        if num_rows not in ends:
+            raise ValueError(f"no shard of {self.dataset!r} ends at row {num_rows:,}")
+        count = ends.index(num_rows)
+        return replace(
+            self,
+            num_rows=num_rows,
+            starts=self.starts[:count],
+            replicas=self.replicas[:count],
+            files=self.files[:count],
+            checksums=self.checksums[:count],
+        )
 
     def locations(self, first: str) -> list[str]:
         """``first``, then every node: each can answer questions about the version."""

@@ -12,7 +12,7 @@ Words: a *position* is a place in the order of the epoch, a *row id* a place in 
 both are int64 in ``[0, num_rows)``. Ranges are half-open.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -31,6 +31,9 @@ SHUFFLE_WINDOW_BLOCKS: Final = 32
 
 _STREAM_BLOCKS: Final = 1
 _STREAM_WINDOWS: Final = 2
+
+_Move = Callable[[Permutation, Int64Array, Int64Array], Int64Array]
+"""`Permutation.apply` or `Permutation.invert`, with tweaks."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +129,24 @@ class EpochOrder:
             return checked_positions(positions, self.num_rows).copy()
         return self._mapping.apply(positions)
 
+    def positions(self, row_ids: Int64Array) -> Int64Array:
+        """Return where rows are among all positions of the epoch, the skipped ones too.
+
+        The inverse of `row_ids`: ``positions(row_ids(p)) == in_epoch(p)``.
+
+        Args:
+            row_ids: integers in ``[0, num_rows)``, shape ``(k,)``, in any order; not modified.
+
+        Returns:
+            A new int64 array of shape ``(k,)``.
+
+        Raises:
+            ValueError: wrong dtype or shape, or a row outside ``[0, num_rows)``; quotes it.
+        """
+        if self._mapping is None:
+            return checked_positions(row_ids, self.num_rows).copy()
+        return self._mapping.invert(row_ids)
+
 
 class _GroupShuffle:
     """Groups of consecutive rows; the rows of each are permuted among themselves."""
@@ -147,12 +168,20 @@ class _GroupShuffle:
         ]
 
     def apply(self, positions: Int64Array) -> Int64Array:
-        positions = checked_positions(positions, int(self._starts[-1]))
-        group_of = np.searchsorted(self._starts, positions, side="right") - 1
-        found = np.empty(positions.shape, np.int64)
+        return self._in_groups(positions, EpochOrder.row_ids)
+
+    def invert(self, row_ids: Int64Array) -> Int64Array:
+        return self._in_groups(row_ids, EpochOrder.positions)
+
+    def _in_groups(
+        self, values: Int64Array, move: Callable[["EpochOrder", Int64Array], Int64Array]
+    ) -> Int64Array:
+        values = checked_positions(values, int(self._starts[-1]))
+        group_of = np.searchsorted(self._starts, values, side="right") - 1
+        found = np.empty(values.shape, np.int64)
         for group in np.unique(group_of).tolist():
             lanes, start = group_of == group, self._starts[group]
-            found[lanes] = self._orders[group].row_ids(positions[lanes] - start) + start
+            found[lanes] = move(self._orders[group], values[lanes] - start) + start
         return found
 
 
@@ -192,20 +221,36 @@ class _BlockShuffle:
         positions = checked_positions(positions, self._num_rows)
         if not positions.size:
             return positions.copy()
-        window = self._in_slots(positions)
-        window //= self._window_rows
-        start = window * self._window_rows
-        if self._gap:
-            start[window * SHUFFLE_WINDOW_BLOCKS > self._short_slot] -= self._gap
-        mixed = self._mix_rows(positions - start, window)
-        mixed += start
-        in_slots = self._in_slots(mixed)
+        in_slots = self._in_slots(self._in_windows(positions, Permutation.apply))
         slot = in_slots // self._block_size
         in_slots -= slot * self._block_size
         block = self._blocks_in(slot)
         block *= self._block_size
         block += in_slots
         return block
+
+    def invert(self, row_ids: Int64Array) -> Int64Array:
+        row_ids = checked_positions(row_ids, self._num_rows)
+        if not row_ids.size:
+            return row_ids.copy()
+        block = row_ids // self._block_size
+        slot = self._slots.invert(block)
+        mixed = slot * self._block_size
+        mixed += row_ids - block * self._block_size
+        if self._gap:
+            mixed[slot > self._short_slot] -= self._gap
+        return self._in_windows(mixed, Permutation.invert)
+
+    def _in_windows(self, positions: Int64Array, move: _Move) -> Int64Array:
+        """Move positions inside their windows; a new array."""
+        window = self._in_slots(positions)
+        window //= self._window_rows
+        start = window * self._window_rows
+        if self._gap:
+            start[window * SHUFFLE_WINDOW_BLOCKS > self._short_slot] -= self._gap
+        moved = self._mix_rows(positions - start, window, move)
+        moved += start
+        return moved
 
     def _slot_start(self, slot: int) -> int:
         return slot * self._block_size - (self._gap if slot > self._short_slot else 0)
@@ -218,21 +263,21 @@ class _BlockShuffle:
             shifted[positions >= stop] += self._gap
         return shifted
 
-    def _mix_rows(self, offsets: Int64Array, window: Int64Array) -> Int64Array:
-        """Permute each offset within its window."""
+    def _mix_rows(self, offsets: Int64Array, window: Int64Array, move: _Move) -> Int64Array:
+        """Move each offset within its window."""
         first, last = int(window.min()), int(window.max())
         met = [number for number in self._irregular if first <= number <= last]
         if not met:
-            return self._regular.apply(offsets, window)
+            return move(self._regular, offsets, window)
         if first == last:
-            return self._irregular[first].apply(offsets, window)
+            return move(self._irregular[first], offsets, window)
         mixed = np.empty_like(offsets)
         regular = np.ones(offsets.shape, np.bool_)
         for number in met:
             lanes = window == number
-            mixed[lanes] = self._irregular[number].apply(offsets[lanes], window[lanes])
+            mixed[lanes] = move(self._irregular[number], offsets[lanes], window[lanes])
             regular &= ~lanes
-        mixed[regular] = self._regular.apply(offsets[regular], window[regular])
+        mixed[regular] = move(self._regular, offsets[regular], window[regular])
         return mixed
 
     def _blocks_in(self, slot: Int64Array) -> Int64Array:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from cache_client.order.order import checked_shuffle, set_integer
 from cache_client.order.permutation import (
@@ -11,8 +11,22 @@ from cache_client.order.permutation import (
 )
 from cache_protocol.errors import some_of
 
-_OPTIONAL: Final = ("audit", "skipped", "view")
+_OPTIONAL: Final = ("audit", "skipped", "view", "amended")
 _LAST_EPOCH: Final = 2**63 - 1  # of a state: readers store it in 64 bits
+
+
+class AmendedPart(NamedTuple):
+    """What a segment of an amended epoch reads.
+
+    Attributes:
+        at: the position of the epoch where it begins, with skipped ones.
+        num_rows: of its version.
+        view: what it reads other than each row once, see `cache_client.order.view_text`.
+    """
+
+    at: int
+    num_rows: int
+    view: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +47,7 @@ class OrderState:
         skipped: triples of epoch, start and stop: runs of positions that `skip_steps` leaves out.
             ``rows_consumed`` does not count them.
         view: what was read other than each row once, for people; the fingerprint tells it apart.
+        amended: the segments of the epoch, if the job was amended; ascending, the first at 0.
 
     Raises:
         ValueError: a field has a wrong type or value, or another ``format``; quotes it.
@@ -51,6 +66,7 @@ class OrderState:
     audit: Mapping[str, Any] | None = field(default=None, compare=False)
     skipped: tuple[tuple[int, int, int], ...] = ()
     view: str = field(default="", compare=False)
+    amended: tuple[AmendedPart, ...] = ()
 
     def __post_init__(self) -> None:
         if set_integer(self, "format") != ALGORITHM_VERSION:
@@ -69,10 +85,16 @@ class OrderState:
         object.__setattr__(self, "skipped", _skipped_runs(self.skipped))
         if not isinstance(self.view, str):
             raise ValueError(f"view must be a text, got {self.view!r}")
+        object.__setattr__(self, "amended", _amended_parts(self.amended))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the state as a dict of JSON types; without optional fields that are empty."""
         state = asdict(self) | {"skipped": [list(run) for run in self.skipped]}
+        views = list(dict.fromkeys(part.view for part in self.amended))
+        state["amended"] = self.amended and {
+            "views": views,
+            "parts": [[at, num_rows, views.index(view)] for at, num_rows, view in self.amended],
+        }
         return {key: value for key, value in state.items() if value or key not in _OPTIONAL}
 
     @classmethod
@@ -133,6 +155,28 @@ def read_state(mapping: Mapping[str, Any]) -> OrderState:
     if isinstance(mapping, Mapping) and {"rows_per_step", "num_workers"} & set(mapping):
         return WorkerState.from_dict(mapping)
     return OrderState.from_dict(mapping)
+
+
+def _amended_parts(value: object) -> tuple[AmendedPart, ...]:
+    """Check the segments of a state: as they are in memory, or as `OrderState.to_dict` has them."""
+    if isinstance(value, tuple):
+        return value
+    try:
+        views = [str(view) for view in value["views"]]  # type: ignore[index]
+        parts = tuple(
+            AmendedPart(
+                checked_integer("at", at, 0),
+                checked_integer("num_rows", num_rows, 0),
+                views[checked_integer("view", view, 0, len(views) - 1)],
+            )
+            for at, num_rows, view in value["parts"]  # type: ignore[index]
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"amended must be views and parts of an epoch: {error}") from None
+    ascending = [part.at for part in parts]
+    if not parts or ascending[0] or ascending != sorted(set(ascending)):
+        raise ValueError(f"parts of an amended epoch must ascend from 0, got {ascending}")
+    return parts
 
 
 def _skipped_runs(runs: object) -> tuple[tuple[int, int, int], ...]:

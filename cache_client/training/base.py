@@ -435,6 +435,13 @@ class RankBatches(Familiar, IterableDataset[Any]):
         return batches
 
     def _handed_out(self, pass_: Pass) -> Generator[Any, None, None]:
+        yield from self._batches_of(pass_)
+        while pass_.superseded:
+            pass_ = self._place(Pass(iterator=pass_.iterator), self._cursor.planned())
+            self._passes.begin(pass_)
+            yield from self._batches_of(pass_)
+
+    def _batches_of(self, pass_: Pass) -> Generator[Any, None, None]:
         claim, announced = 0, self._cursor.announced
         if not pass_.in_worker:
             # What was set since the iterator was made counts: nothing was given yet.
@@ -462,6 +469,8 @@ class RankBatches(Familiar, IterableDataset[Any]):
                         self._cursor.use(claim)
                     self._passes.hand_out(pass_)
                     yield batch
+                    if pass_.superseded:
+                        return
                     if os.getpid() != process:
                         raise CacheError(
                             f"this iterator was created in process {process}, whose threads fetch "

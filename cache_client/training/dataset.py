@@ -9,7 +9,8 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.utils.data import get_worker_info
@@ -21,12 +22,28 @@ from cache_client.job.argument_names import names_explained
 from cache_client.job.arguments import BatchFormat
 from cache_client.job.connection import Connection
 from cache_client.order.audit_record import AuditMode
-from cache_client.order.states import OrderState, read_state
+from cache_client.order.states import AmendedPart, OrderState, read_state
+from cache_client.reading.per_process import PerProcess
+from cache_client.training.amendments import (
+    check_amendable,
+    newest_for,
+    open_parts,
+    view_of_state,
+)
 from cache_client.training.base import RankBatches
-from cache_client.training.job_config import Reading, Version, checked_config, moved_arguments
+from cache_client.training.job_config import (
+    JobConfig,
+    Reading,
+    Version,
+    checked_config,
+    moved_arguments,
+)
 from cache_client.training.opened import open_version
+from cache_client.training.skipped_steps import slots_consumed
 from cache_client.view_options.lookups import Vocabulary
 from cache_client.view_options.options import View
+from cache_client.views.amended import AmendedView
+from cache_client.views.view import view_fingerprint
 from cache_protocol.errors import CacheError, ConfigError
 
 if TYPE_CHECKING:
@@ -168,6 +185,137 @@ class CacheIterableDataset(RankBatches):
             skip_steps=skip_steps,
         )
         super().__init__(config, open_version(config, epoch=None if version == "ready" else 0))
+        self._first_view = config.view
+        # The epoch that was amended, and its segments. In other epochs, what the last one reads.
+        self._amended: tuple[int, tuple[AmendedPart, ...]] | None = None
+
+    def amend(
+        self,
+        *,
+        view: View | None = None,
+        version: Literal["newest", "same"] = "newest",
+        after: int | None = None,
+    ) -> None:
+        """Changes what is read in the midst of an epoch; rows that were given do not come again.
+
+        From the position of the job on, the epoch gives the rows that are due by the new view and
+        version and were not given yet, each as often as it is due: rows that became due come, and
+        rows that are not due any more do not. All rows of the rest are shuffled. Later epochs read
+        the new view and version. A pass that runs goes over by itself, also with the workers of
+        `loader`. `state_dict`, `load_state_dict`, ``skip_steps`` and audits go on.
+
+        Call it on every rank, after the same step.
+
+        Args:
+            view: from now on; default: as before. Its ``codes``, ``join`` and ``pad_lists`` are
+                those of before.
+            version: ``newest``: the newest one that is ready, the same for all ranks of the job.
+                It must begin with the rows of the version that is read now, as after an append.
+                ``same``: as before.
+            after: steps of this pass after which the change counts; default: those that were
+                taken. A later step needs a pass that runs.
+
+        Raises:
+            ConfigError: quotes a bad argument; a view whose samples are not single rows; a version
+                with other rows; DataLoader workers of another loader run.
+            NotReadyError, NodeUnavailableError: no answer at the deadline.
+        """
+        if version not in ("newest", "same"):
+            raise ConfigError(f"version must be 'newest' or 'same', got {version!r}")
+        wanted = self.view if view is None else view
+        if not isinstance(wanted, View):
+            raise ConfigError(f"view must be a View, got {view!r}")
+        check_amendable(self.view)
+        text = check_amendable(wanted)
+        if self._loading is not None:
+            raise ConfigError(
+                f"dataset {self.name!r} is loading, so its rows are not all known: amend the epoch "
+                "after the first"
+            )
+        config = replace(self._config, view=wanted.with_columns_of(self.view))
+        pass_, now = self._passes.current(), partial(self._amend, config, text, version)
+        taken = 0 if pass_ is None else pass_.handed_out - pass_.ahead
+        if self._cursor.has_workers and (pass_ is None or not pass_.of_loader):
+            raise ConfigError(
+                "running DataLoader workers would read on as before: use dataset.loader(), or end "
+                "the loop and delete its iterator before amend"
+            )
+        if after is None or after == taken:
+            now()
+        elif pass_ is None or not taken < after <= len(pass_.steps) or pass_.in_worker:
+            raise ConfigError(
+                f"after={after!r} must be a step of the pass that runs, from the {taken} that were "
+                "taken on"
+            )
+        else:
+            pass_.amend_after, pass_.amend = after, now
+
+    def _amend(self, config: JobConfig, text: str, version: str) -> None:
+        pass_ = self._passes.current()
+        epoch, consumed = self._cursor.planned() if pass_ is None else pass_.position
+        parts = self._parts(epoch)
+        before = self._state(epoch, consumed)
+        at = slots_consumed(before, self._slots.num_slots(epoch))
+        if version == "newest":
+            latest = newest_for(config, epoch, at, self._opened)
+        else:
+            latest = open_version(config, fingerprint=self._opened.shards.fingerprint)
+        now = AmendedPart(at, latest.shards.num_rows, text)
+        parts = (*(part for part in parts if part.at < at), now)
+        with self._keeping_version():
+            self._opened = open_parts(config, epoch, parts, latest)
+            self._config, self._amended = config, (epoch, parts)
+            runs, stop = self._skipped.get(epoch, ()), self._slots.num_slots(epoch)
+            if runs:
+                cut = [(start, min(end, stop)) for start, end in runs if start < stop]
+                self._skipped = {**self._skipped, epoch: tuple(cut)}
+            self._cursor.set(epoch, consumed, num_steps=self._plan(consumed, epoch).num_steps)
+        self._cursor.tell()
+        if pass_ is not None:
+            pass_.superseded = True
+        self._passes.forget()
+
+    def _parts(self, epoch: int) -> tuple[AmendedPart, ...]:
+        """The segments of an epoch."""
+        if self._amended is not None and self._amended[0] == epoch:
+            return self._amended[1]
+        return (AmendedPart(0, self._opened.shards.num_rows, self.view.rows.text),)
+
+    def _leave_segments(self) -> None:
+        """Reads other epochs than the amended one."""
+        amended = self._opened.slots
+        if self._amended is not None and isinstance(amended, AmendedView):
+            job_view = replace(self._opened.job_view, view=amended.latest)
+            self._opened = replace(
+                self._opened,
+                job_view=job_view,
+                fingerprint=view_fingerprint(self._opened.shards.fingerprint, job_view.identity),
+                view_text=self.view.text,
+                observer=PerProcess(),
+            )
+
+    def _take_segments(self, state_dict: Mapping[str, Any]) -> None:
+        """Reads the epoch of a state as the job did that wrote it; an error names a bad state."""
+        try:
+            state = read_state(state_dict)
+        except ValueError:
+            return  # is refused by name
+        parts = state.amended
+        if state.dataset != self._opened.name or not (parts or self._amended):
+            return
+        view = view_of_state(parts) if parts else self._first_view
+        config = replace(self._config, view=view.with_columns_of(self.view))
+        version = state.fingerprint.partition("-")[0]
+        opened = open_version(config, fingerprint=version)
+        if parts:
+            opened = open_parts(config, state.epoch, parts, opened)
+        if opened.fingerprint != self.fingerprint and self._cursor.has_workers:
+            raise ConfigError(
+                "the state is of an amended epoch, which running DataLoader workers do not know: "
+                "delete their iterator and loader before load_state_dict"
+            )
+        self._config, self._opened = config, opened
+        self._amended = (state.epoch, parts) if parts else None
 
     @property
     def _changes_version(self) -> bool:
@@ -197,8 +345,10 @@ class CacheIterableDataset(RankBatches):
                 deadline; with ``version="first-rows"``, the version is not loaded by then.
         """
         with self._keeping_version():
-            if self._changes_version and epoch != self._cursor.epoch and is_epoch(epoch):
-                self._open_version(epoch=epoch)
+            if epoch != self._cursor.epoch and is_epoch(epoch):
+                self._leave_segments()
+                if self._changes_version:
+                    self._open_version(epoch=epoch)
             super().set_epoch(epoch)
         self._tell_version()
 
@@ -220,6 +370,7 @@ class CacheIterableDataset(RankBatches):
         """
         with self._keeping_version():
             changes = self._changes_version
+            self._take_segments(state_dict)
             super().load_state_dict(self._followed(state_dict) if changes else state_dict)
         self._tell_version()
 
@@ -243,11 +394,11 @@ class CacheIterableDataset(RankBatches):
     @contextmanager
     def _keeping_version(self) -> Iterator[None]:
         """Where the epoch stays, its version stays too."""
-        before = self._opened
+        before = self._config, self._opened, self._amended, self._skipped
         try:
             yield
         except CacheError:
-            self._opened = before
+            self._config, self._opened, self._amended, self._skipped = before
             raise
 
     def _tell_version(self) -> None:
@@ -276,9 +427,19 @@ class CacheIterableDataset(RankBatches):
 
     def _state(self, epoch: int, rows_consumed: int) -> OrderState:
         state = super()._state(epoch, rows_consumed)
+        if self._amended is not None:
+            return self._amended_state(state)
         if self._loading is None or epoch == 0:
             return state
         return replace(state, fingerprint=self._opened.shards.fingerprint)
+
+    def _amended_state(self, state: OrderState) -> OrderState:
+        amended, parts = self._opened.slots, self._parts(state.epoch)
+        identity, is_other = self._opened.job_view.identity, len(parts) == 1
+        if is_other and isinstance(amended, AmendedView):
+            identity = replace(self._opened.job_view, view=amended.latest).identity
+        fingerprint = view_fingerprint(self._opened.shards.fingerprint, identity)
+        return replace(state, amended=parts, view=self.view.text, fingerprint=fingerprint)
 
     def vocabulary(self, column: str) -> Vocabulary:
         """The vocabulary of a column of ``codes``.

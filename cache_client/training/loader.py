@@ -112,6 +112,15 @@ class CacheLoader(DataLoader[Any]):
 
     def _of_workers(self, pass_: Pass) -> Generator[Any, None, None]:
         dataset = self.dataset
+        yield from self._batches_of(pass_)
+        while pass_.superseded:
+            self._iterator = None  # its workers know nothing of the amendment, persistent or not
+            pass_ = Pass(of_loader=True, iterator=pass_.iterator)
+            dataset._passes.begin(dataset._place(pass_, dataset._cursor.planned()))
+            yield from self._batches_of(pass_)
+
+    def _batches_of(self, pass_: Pass) -> Generator[Any, None, None]:
+        dataset = self.dataset
         dataset._place(pass_, dataset._cursor.planned())
         pass_.ahead = batches_taken_ahead()
         arriving = changeable(super().__iter__())
@@ -120,6 +129,8 @@ class CacheLoader(DataLoader[Any]):
                 dataset._passes.hand_out(pass_)
                 dataset._note_handed_out(pass_)
                 yield batch
+                if pass_.superseded:
+                    return
         pass_.ended = True
 
     def _through_accelerate(self, batches: Iterator[Any]) -> Iterator[Any]:

@@ -236,12 +236,14 @@ def open_version(
     *,
     epoch: int | None = None,
     fingerprint: str = "",
+    amended_at: int = 0,
 ) -> Opened:
     """Opens a version: of this fingerprint or epoch, else the newest.
 
     Args:
         config: of the job.
         before: what the job reads now; returned if the version stays.
+        amended_at: the version from this position of the epoch on.
 
     Raises:
         ConfigError: the version does not fit the arguments.
@@ -256,7 +258,7 @@ def open_version(
             if (log_groups is None) == (before.shards.log is None):
                 return before
     elif epoch is not None:
-        follow = pb.EpochOfJob(job=config.job, epoch=epoch)
+        follow = pb.EpochOfJob(job=config.job, epoch=epoch, amended_at=amended_at)
     shards, columns, hidden = read_shard_map(
         config.view,
         config.columns,
@@ -266,7 +268,8 @@ def open_version(
             others=() if before is None else before.shards.locations(access.endpoint),
         ),
     )  # fmt: skip
-    if not loads and before is not None and before.shards.fingerprint == shards.fingerprint:
+    stays = before is not None and before.shards.fingerprint == shards.fingerprint
+    if not loads and before is not None and stays and before.view_text == config.view.text:
         return before
     if shards.log is not None:
         return _opened(config, LoadingSource(

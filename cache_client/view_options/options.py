@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final
 
 import numpy as np
@@ -29,6 +29,8 @@ _MAX_LENGTH: Final = 2**31 - 1
 _MAX_TOKEN: Final = 2**63 - 1
 _GIVE_ONE: Final = "give one of them"
 _ALL_ROWS: Final = "a group has all its rows"
+MAKE_COLUMNS: Final = ("codes", "join", "pad_lists")
+"""Options of `View` that only make columns; the others choose rows."""
 _NO_OTHER_COLUMN: Final = "a batch has no other column"
 
 Check = Callable[[str, Any], list[str]]
@@ -349,6 +351,15 @@ class View:
     def text(self) -> str:
         """The view for states and reports, as JSON of bounded size; "" for the plain read."""
         return view_text(self.given())
+
+    @property
+    def rows(self) -> View:
+        """The view without the options that only make columns."""
+        return self.with_columns_of(View())
+
+    def with_columns_of(self, other: View) -> View:
+        """The view with the options of another one that only make columns."""
+        return replace(self, codes=other.codes, join=other.join, pad_lists=other.pad_lists)
 
     def problems_with(self, *, batch_format: object, stacks: bool) -> list[str]:
         """Why a job cannot read this view; each option is quoted.

@@ -789,15 +789,19 @@ class EpochOfJob(google.protobuf.message.Message):
 
     JOB_FIELD_NUMBER: builtins.int
     EPOCH_FIELD_NUMBER: builtins.int
+    AMENDED_AT_FIELD_NUMBER: builtins.int
     job: builtins.str
     epoch: builtins.int
+    amended_at: builtins.int
+    """the version from this position of the epoch on"""
     def __init__(
         self,
         *,
         job: builtins.str = ...,
         epoch: builtins.int = ...,
+        amended_at: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "job", b"job"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["amended_at", b"amended_at", "epoch", b"epoch", "job", b"job"]) -> None: ...
 
 Global___EpochOfJob: typing_extensions.TypeAlias = EpochOfJob
 
