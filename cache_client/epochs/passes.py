@@ -185,7 +185,7 @@ def _what_differs(state: OrderState, expected: OrderState) -> str:
 def checked_state(
     state_dict: Mapping[str, Any],
     *,
-    expected: OrderState,
+    expected_of: Callable[[int], OrderState],
     num_rows: Callable[[int], int],
     rows_per_step: int,
     num_workers: int,
@@ -194,7 +194,7 @@ def checked_state(
 
     Args:
         state_dict: what `state_dict` of a dataset returned.
-        expected: a state of this dataset.
+        expected_of: epoch -> a state of this dataset.
         num_rows: of an epoch.
         rows_per_step: of all ranks together.
         num_workers: of the DataLoader, in a worker; else 0.
@@ -207,6 +207,7 @@ def checked_state(
         state = read_state(state_dict)
     except ValueError as error:
         raise ConfigError(f"bad state: {error}") from None
+    expected = expected_of(state.epoch)
     if (state.dataset, state.fingerprint) != (expected.dataset, expected.fingerprint):
         raise StaleVersionError(_what_differs(state, expected))
     for name in ("seed", "shuffle", "shuffle_block_size"):

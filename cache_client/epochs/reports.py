@@ -57,6 +57,7 @@ class ReaderIdentity:
         job: its name.
         view: what it reads other than each row once, see `cache_client.order.view_text`.
         shuffle: whether the job shuffles, and the block size.
+        amended: the epoch that was amended, and the positions where.
     """
 
     run: str
@@ -67,6 +68,7 @@ class ReaderIdentity:
     world_size: int
     view: str = ""
     shuffle: tuple[bool, int | None] = (False, None)
+    amended: tuple[int, tuple[int, ...]] = (0, ())
 
     def record(self, number: int, pass_: Pass, trail: Trail, elapsed_s: float) -> AuditRecord:
         """The audit record of a pass, which began so long ago."""
@@ -99,6 +101,7 @@ class ReaderIdentity:
             set_digest=trail.set_digest,
             order_digest=trail.order_digest,
             checkpoints=tuple(trail.checkpoints),
+            amended_at=self.amended[1] if self.amended[0] == pass_.epoch else (),
         )
 
 

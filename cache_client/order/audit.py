@@ -103,12 +103,31 @@ def _with_newest_groups(evidence: Sequence[Evidence]) -> list[Evidence]:
 
 
 def _audit_epoch(evidence: Sequence[Evidence], seed: int | None) -> Iterator[EpochAudit]:
+    """Audits an epoch; of an amended one, each segment by itself."""
+    ends = sorted({each.record.amended_at for each in evidence}, key=lambda ends: (len(ends), ends))
+    for number, own in enumerate(ends):
+        longer = [each for each in ends[number + 1 :] if each[: len(own)] == own]
+        of_segment = [each for each in evidence if each.record.amended_at == own]
+        record = of_segment[0].record
+        begin = _left(record, own[-1]) if own else 0
+        end = _left(record, longer[0][len(own)]) if longer else None
+        yield from _audit_segment(of_segment, seed, begin, end)
+
+
+def _left(record: AuditRecord, position: int) -> int:
+    """A position without those that are skipped before it."""
+    return position - sum(max(0, min(stop, position) - start) for start, stop in record.skipped)
+
+
+def _audit_segment(
+    evidence: Sequence[Evidence], seed: int | None, begin: int, end: int | None
+) -> Iterator[EpochAudit]:
     kept, looks = _passes(evidence)
-    reading = _Reading(evidence[0].record)
+    reading = _Reading(evidence[0].record, begin, end)
     for group in _groups(kept):
-        if reading.groups and group.rows_consumed == 0:
+        if reading.groups and group.rows_consumed == begin:
             yield reading.result(seed)
-            reading = _Reading(group.members[0].record)
+            reading = _Reading(group.members[0].record, begin, end)
         reading.add(group, looks)
     yield reading.result(seed)
 
@@ -200,18 +219,22 @@ def _groups(evidence: Sequence[Evidence]) -> list[_Group]:
 
 
 class _Reading:
-    """One reading of an epoch: each group continues where the one before it stopped."""
+    """One reading of an epoch: each group continues where the one before it stopped.
 
-    def __init__(self, first: AuditRecord) -> None:
-        self._first = first
+    Args:
+        begin, end: of its segment; without an end, the epoch ends with it.
+    """
+
+    def __init__(self, first: AuditRecord, begin: int, end: int | None) -> None:
+        self._first, self._begin, self._end = first, begin, end
         self.groups: list[_Group] = []
         self._problems: list[str] = []
         self._gaps: list[str] = []
         self._notes: list[str] = []
-        self._reached = 0  # shown up to here
-        self._furthest = 0  # some rank was given rows up to here
+        self._reached = begin  # shown up to here
+        self._furthest = begin  # some rank was given rows up to here
         self._dropped = self._again = 0  # at the end of the epoch, once it is reached
-        self._set_digest: int | None = 0
+        self._set_digest: int | None = None if begin or end is not None else 0
 
     def add(self, group: _Group, looks: Sequence[Evidence]) -> None:
         """Adds the group that read next; ``looks`` are passes that were given up."""
@@ -322,18 +345,22 @@ class _Reading:
         members = [each for group in self.groups for each in group.members]
         problems = [*_odd_ones(members, seed), *self._problems]
         num_left = record.order.num_left
+        if self._end is not None:
+            return self._result_of_segment(record, problems)
         is_whole = record.ends and self._reached == num_left
         if self._set_digest is not None and is_whole:
             problems += self._check_the_set(record)
         dropped, again = (self._dropped, self._again) if is_whole else (0, 0)
         of = record.due.of if record.due is not None and record.groups else None
         slots = record.num_rows if of is None else of  # more than those of the known groups
+        before = record.amended_at[-1] if record.amended_at else 0  # positions, with skipped ones
+        slots -= before
         shown = Shown(
             slots=slots,
-            given=self._reached - dropped,
+            given=self._reached - dropped - self._begin,
             again=again,
             dropped=dropped,
-            skipped=record.num_rows - num_left,
+            skipped=record.num_rows - num_left - (before - self._begin),
         )
         is_known = record.due is not None or not record.view
         nothing = not shown.given and bool(shown.missing)
@@ -344,8 +371,37 @@ class _Reading:
             outcome,
             shown.given,
             slots - shown.skipped - dropped,
-            shown.stated(record.due),
+            self._stated(shown, record),
             (*problems, *self._gaps, *notes),
+            record.view,
+        )
+
+    def _stated(self, shown: Shown, record: AuditRecord) -> str:
+        if not self._begin:
+            return shown.stated(record.due)
+        due = None if record.due is None else replace(record.due, rows=None, of=shown.slots)
+        return f"amended at position {self._begin:,}: {shown.stated(due)}"
+
+    def _result_of_segment(self, record: AuditRecord, problems: list[str]) -> EpochAudit:
+        """What was shown of a segment that an amendment ended."""
+        begin, end = self._begin, self._end
+        assert end is not None
+        if self._furthest > end:
+            problems.append(
+                f"the epoch was amended at position {end:,}, and some ranks read on as before, to "
+                f"position {self._furthest:,}"
+            )
+        reached = min(self._reached, end)
+        gaps = [*self._gaps]
+        if reached < end:
+            gaps.append(f"no record of positions {reached:,} to {end - 1:,}")
+        return EpochAudit(
+            record.epoch,
+            "wrong" if problems else "open" if gaps else "proven",
+            reached - begin,
+            end - begin,
+            f"each of {reached - begin:,} positions from {begin:,} on once; amended at {end:,}",
+            (*problems, *gaps, *self._notes),
             record.view,
         )
 

@@ -16,6 +16,7 @@ AUDIT_FORMAT: Final = 1
 # What records of earlier releases lack.
 _LATER: Final = {
     **{"groups": (), "view": "", "due": None, "job_shuffle": None, "begun_s": 0.0, "made_s": 0.0},
+    "amended_at": (),
 }
 
 
@@ -37,6 +38,7 @@ class AuditRecord:
             them, and then the order leaves slots as they are. None in records of earlier releases.
         begun_s, made_s: when the pass and the record were made, in seconds since 1970 by the clock
             of the rank; 0 in records of earlier releases.
+        amended_at: positions where the epoch was amended before the pass, with skipped ones.
     """
 
     format: int = AUDIT_FORMAT
@@ -67,6 +69,7 @@ class AuditRecord:
     set_digest: int
     order_digest: int
     checkpoints: tuple[tuple[int, int], ...] = ()
+    amended_at: tuple[int, ...] = ()
 
     @property
     def plan(self) -> StepPlan:
@@ -102,7 +105,8 @@ class AuditRecord:
         """The record as JSON types."""
         pairs = ("checkpoints", "skipped")
         values = {**asdict(self), **{name: [*map(list, getattr(self, name))] for name in pairs}}
-        rare = {"groups": list(values.pop("groups")), "view": values.pop("view")}
+        rare = {name: list(values.pop(name)) for name in ("groups", "amended_at")}
+        rare["view"] = values.pop("view")
         due = {} if values.pop("due") is None or self.due is None else {"due": self.due.to_dict()}
         how = {"job_shuffle": None if self.job_shuffle is None else [*self.job_shuffle]}
         return values | {name: value for name, value in rare.items() if value} | due | how
@@ -122,6 +126,7 @@ class AuditRecord:
             values["checkpoints"] = tuple((int(a), int(b)) for a, b in values["checkpoints"])
             values["skipped"] = tuple((int(a), int(b)) for a, b in values["skipped"])
             values["groups"] = tuple(map(int, values["groups"]))
+            values["amended_at"] = tuple(map(int, values["amended_at"]))
             values["view"] = str(values["view"])
             values |= {name: float(values[name]) for name in ("begun_s", "made_s")}
             if values["job_shuffle"] is not None:

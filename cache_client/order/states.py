@@ -1,6 +1,6 @@
 """The position of a job in its order. Pure."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Final, NamedTuple
 
@@ -16,17 +16,25 @@ _LAST_EPOCH: Final = 2**63 - 1  # of a state: readers store it in 64 bits
 
 
 class AmendedPart(NamedTuple):
-    """What a segment of an amended epoch reads.
+    """What a job reads from a position on.
 
     Attributes:
-        at: the position of the epoch where it begins, with skipped ones.
+        epoch, at: where it begins: the position counts skipped ones.
         num_rows: of its version.
         view: what it reads other than each row once, see `cache_client.order.view_text`.
     """
 
+    epoch: int
     at: int
     num_rows: int
     view: str
+
+
+def parts_of(parts: Sequence[AmendedPart], epoch: int) -> tuple[AmendedPart, ...]:
+    """The segments of an epoch: what holds at its begin, and the amendments in its midst."""
+    begun = [part for part in parts if (part.epoch, part.at) <= (epoch, 0)][-1]
+    own = [part for part in parts if part.epoch == epoch and part.at]
+    return (begun._replace(epoch=epoch, at=0), *own)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +55,8 @@ class OrderState:
         skipped: triples of epoch, start and stop: runs of positions that `skip_steps` leaves out.
             ``rows_consumed`` does not count them.
         view: what was read other than each row once, for people; the fingerprint tells it apart.
-        amended: the segments of the epoch, if the job was amended; ascending, the first at 0.
+        amended: what the job read from its begin on, if it was amended; ascending, the first at
+            position 0 of epoch 0.
 
     Raises:
         ValueError: a field has a wrong type or value, or another ``format``; quotes it.
@@ -93,7 +102,7 @@ class OrderState:
         views = list(dict.fromkeys(part.view for part in self.amended))
         state["amended"] = self.amended and {
             "views": views,
-            "parts": [[at, num_rows, views.index(view)] for at, num_rows, view in self.amended],
+            "parts": [[*part[:3], views.index(part.view)] for part in self.amended],
         }
         return {key: value for key, value in state.items() if value or key not in _OPTIONAL}
 
@@ -158,24 +167,25 @@ def read_state(mapping: Mapping[str, Any]) -> OrderState:
 
 
 def _amended_parts(value: object) -> tuple[AmendedPart, ...]:
-    """Check the segments of a state: as they are in memory, or as `OrderState.to_dict` has them."""
+    """Check what a job read: as it is in memory, or as `OrderState.to_dict` has it."""
     if isinstance(value, tuple):
         return value
     try:
         views = [str(view) for view in value["views"]]  # type: ignore[index]
         parts = tuple(
             AmendedPart(
+                checked_integer("epoch", epoch, 0),
                 checked_integer("at", at, 0),
                 checked_integer("num_rows", num_rows, 0),
                 views[checked_integer("view", view, 0, len(views) - 1)],
             )
-            for at, num_rows, view in value["parts"]  # type: ignore[index]
+            for epoch, at, num_rows, view in value["parts"]  # type: ignore[index]
         )
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"amended must be views and parts of an epoch: {error}") from None
-    ascending = [part.at for part in parts]
-    if not parts or ascending[0] or ascending != sorted(set(ascending)):
-        raise ValueError(f"parts of an amended epoch must ascend from 0, got {ascending}")
+        raise ValueError(f"amended must be views and parts: {error}") from None
+    ascending = [part[:2] for part in parts]
+    if ascending[:1] != [(0, 0)] or ascending != sorted(set(ascending)):
+        raise ValueError(f"amended must have ascending parts from epoch 0 on, got {ascending}")
     return parts
 
 

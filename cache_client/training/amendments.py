@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 from cache_client.flight.routing import ShardMap
 from cache_client.job.ranks import is_of_one_process
-from cache_client.order.states import AmendedPart
+from cache_client.order.states import AmendedPart, parts_of
 from cache_client.order.view_text import view_options, view_text
+from cache_client.reading.per_process import PerProcess
 from cache_client.training.job_config import JobConfig
 from cache_client.training.opened import Opened, open_version
 from cache_client.view_options.columns import VersionNodes
 from cache_client.view_options.open_view import make_view
 from cache_client.view_options.options import View
-from cache_client.views.amended import AmendedView, Part
+from cache_client.views.amended import AmendedView, Part, amended_view
 from cache_client.views.view import SlotView, view_fingerprint
 from cache_protocol.errors import ConfigError, StaleVersionError
 
@@ -46,8 +47,12 @@ def check_amendable(view: View) -> str:
     return view.rows.text
 
 
-def newest_for(config: JobConfig, epoch: int, at: int, before: Opened) -> Opened:
+def newest_for(config: JobConfig, epoch: int, at: int, amendment: int, before: Opened) -> Opened:
     """The newest version, the same for all ranks that amend an epoch at one position.
+
+    Args:
+        amendment: of those that the process made; from 1.
+        before: what the job reads now.
 
     Raises:
         ConfigError: it does not begin with the rows of the version that is read now.
@@ -56,7 +61,7 @@ def newest_for(config: JobConfig, epoch: int, at: int, before: Opened) -> Opened
     if is_of_one_process(config.job):
         found = open_version(config)
     else:
-        found = open_version(config, epoch=epoch, amended_at=at)
+        found = open_version(config, epoch=epoch, amended_at=at, amendment=amendment)
     if not found.shards.begins_with(before.shards):
         raise ConfigError(
             f"the newest version of {config.name!r}, {found.shards.fingerprint}, does not begin "
@@ -68,35 +73,40 @@ def newest_for(config: JobConfig, epoch: int, at: int, before: Opened) -> Opened
 
 
 def open_parts(
-    config: JobConfig, epoch: int, parts: Sequence[AmendedPart], latest: Opened | None = None
+    config: JobConfig,
+    epoch: int,
+    history: Sequence[AmendedPart],
+    latest: Opened,
+    before: Opened | None = None,
 ) -> Opened:
-    """What a job reads in an amended epoch.
+    """What a job reads in an epoch.
 
     Args:
         config: of the job; its view is that of the last part.
-        epoch: of the job.
-        parts: of the epoch; the last one has all rows of the version.
-        latest: the version of the last part, as all other epochs read it.
+        history: of the job, up to this epoch.
+        latest: the version of the last part, as epochs read it that are not amended.
+        before: what the job read before the last part, if it is not opened anew.
 
     Raises:
-        ConfigError: the parts are not of this version.
-        CacheError: as `open_version`.
+        StaleVersionError: the version does not have the rows of the history.
+        CacheError: as `make_view`.
     """
-    latest = open_version(config) if latest is None else latest
+    parts, shards = parts_of(history, epoch), latest.shards
     if len(parts) == 1:
         return latest
-    shards = latest.shards
-    views = [
-        latest.slots
-        if (part.num_rows, part.view) == parts[-1][1:]
-        else _slots(config, _first_rows(shards, part.num_rows), _view_of(part.view))
-        for part in parts
-    ]
-    amended = AmendedView(
-        epoch,
-        config.shuffle,
-        tuple(Part(part.at, part.num_rows, view) for part, view in zip(parts, views, strict=True)),
-    )
+    slots = None if before is None else before.slots
+    views = {parts[-1][2:]: latest.slots}
+    if isinstance(slots, AmendedView) and slots.epoch == epoch:
+        views |= {part[2:]: had.view for part, had in zip(parts[:-1], slots.parts, strict=False)}
+    elif slots is not None and len(parts) == 2:
+        views[parts[0][2:]] = slots
+    told = []
+    for part in parts:
+        key = part[2:]
+        if key not in views:
+            views[key] = _slots(config, _first_rows(shards, part.num_rows), _view_of(part.view))
+        told.append(Part(part.at, part.num_rows, views[key]))
+    amended = amended_view(epoch, config.shuffle, told, slots)
     job_view = replace(latest.job_view, view=amended)
     return replace(
         latest,
@@ -106,20 +116,34 @@ def open_parts(
     )
 
 
+def as_in_other_epochs(opened: Opened, view_text: str) -> Opened:
+    """What a job reads in all epochs but the one that was amended."""
+    if not isinstance(opened.slots, AmendedView):
+        return opened
+    job_view = replace(opened.job_view, view=opened.slots.latest)
+    return replace(
+        opened,
+        fingerprint=view_fingerprint(opened.shards.fingerprint, job_view.identity),
+        job_view=job_view,
+        view_text=view_text,
+        observer=PerProcess(),
+    )
+
+
 def amended_text(epoch: int, parts: Sequence[AmendedPart]) -> str:
     """The view of an amended epoch, for reports and records; `parts_of_text` reads it."""
     views = list(dict.fromkeys(part.view for part in parts))
-    numbers = [n for at, num_rows, view in parts for n in (at, num_rows, views.index(view))]
+    numbers = [n for part in parts for n in (part.at, part.num_rows, views.index(part.view))]
     return view_text({"amended": {"epoch": epoch, "views": views, "parts": numbers}})
 
 
-def parts_of_text(options: Mapping[str, object]) -> tuple[int, tuple[AmendedPart, ...]]:
-    """The epoch and the parts of `amended_text`, of its option ``amended``."""
-    numbers, views = options["parts"], options["views"]
-    assert isinstance(numbers, list) and isinstance(views, list)
-    triples = zip(*[iter(numbers)] * 3, strict=True)
-    parts = tuple(AmendedPart(at, num_rows, views[view]) for at, num_rows, view in triples)
-    return int(str(options["epoch"])), parts
+def parts_of_text(told: Mapping[str, Any]) -> tuple[AmendedPart, ...]:
+    """The parts of an epoch, of the option ``amended`` of `amended_text`."""
+    triples = zip(*[iter(told["parts"])] * 3, strict=True)
+    return tuple(
+        AmendedPart(told["epoch"], at, num_rows, told["views"][view])
+        for at, num_rows, view in triples
+    )
 
 
 def view_of_state(parts: Sequence[AmendedPart]) -> View:

@@ -337,7 +337,7 @@ class RankBatches(Familiar, IterableDataset[Any]):
         worker = get_worker_info()
         state = checked_state(
             state_dict,
-            expected=self._state(0, 0),
+            expected_of=lambda epoch: self._state(epoch, 0),
             num_rows=self._slots.num_slots,
             rows_per_step=self._config.rows_per_step,
             num_workers=0 if worker is None else worker.num_workers,
@@ -444,8 +444,8 @@ class RankBatches(Familiar, IterableDataset[Any]):
     def _batches_of(self, pass_: Pass) -> Generator[Any, None, None]:
         claim, announced = 0, self._cursor.announced
         if not pass_.in_worker:
-            # What was set since the iterator was made counts: nothing was given yet.
-            self._place(pass_, self._cursor.planned())
+            self._place(pass_, self._cursor.planned())  # what was set since it was made counts
+            pass_.superseded = False
             claim = self._cursor.begin(is_look=pass_.plan.num_steps > 1)
             pass_.ahead = batches_taken_ahead()
         check_pass(pass_, self._cursor, self._opened.name, shuffle=self._config.shuffle.shuffle)

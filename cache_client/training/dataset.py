@@ -22,9 +22,9 @@ from cache_client.job.argument_names import names_explained
 from cache_client.job.arguments import BatchFormat
 from cache_client.job.connection import Connection
 from cache_client.order.audit_record import AuditMode
-from cache_client.order.states import AmendedPart, OrderState, read_state
-from cache_client.reading.per_process import PerProcess
+from cache_client.order.states import AmendedPart, OrderState, parts_of, read_state
 from cache_client.training.amendments import (
+    as_in_other_epochs,
     check_amendable,
     newest_for,
     open_parts,
@@ -43,7 +43,6 @@ from cache_client.training.skipped_steps import slots_consumed
 from cache_client.view_options.lookups import Vocabulary
 from cache_client.view_options.options import View
 from cache_client.views.amended import AmendedView
-from cache_client.views.view import view_fingerprint
 from cache_protocol.errors import CacheError, ConfigError
 
 if TYPE_CHECKING:
@@ -186,8 +185,8 @@ class CacheIterableDataset(RankBatches):
         )
         super().__init__(config, open_version(config, epoch=None if version == "ready" else 0))
         self._first_view = config.view
-        # The epoch that was amended, and its segments. In other epochs, what the last one reads.
-        self._amended: tuple[int, tuple[AmendedPart, ...]] | None = None
+        self._history: tuple[AmendedPart, ...] = ()  # what the job read, if it was amended
+        self._num_amended = 0
 
     def amend(
         self,
@@ -253,18 +252,22 @@ class CacheIterableDataset(RankBatches):
     def _amend(self, config: JobConfig, text: str, version: str) -> None:
         pass_ = self._passes.current()
         epoch, consumed = self._cursor.planned() if pass_ is None else pass_.position
-        parts = self._parts(epoch)
         before = self._state(epoch, consumed)
         at = slots_consumed(before, self._slots.num_slots(epoch))
         if version == "newest":
-            latest = newest_for(config, epoch, at, self._opened)
+            self._num_amended += 1
+            latest = newest_for(config, epoch, at, self._num_amended, self._opened)
         else:
             latest = open_version(config, fingerprint=self._opened.shards.fingerprint)
-        now = AmendedPart(at, latest.shards.num_rows, text)
-        parts = (*(part for part in parts if part.at < at), now)
+        told = AmendedPart(epoch, 0, self._opened.shards.num_rows, self.view.rows.text)
+        history = self._history or (told._replace(epoch=0),)
+        if parts_of(history, epoch)[-1][2:] != told[2:]:  # the epoch began with another version
+            history = (*history, told)
+        now = AmendedPart(epoch, at, latest.shards.num_rows, text)
+        history = (*(part for part in history if part[:2] < now[:2]), now)
         with self._keeping_version():
-            self._opened = open_parts(config, epoch, parts, latest)
-            self._config, self._amended = config, (epoch, parts)
+            self._opened = open_parts(config, epoch, history, latest, self._opened)
+            self._config, self._history = config, history
             runs, stop = self._skipped.get(epoch, ()), self._slots.num_slots(epoch)
             if runs:
                 cut = [(start, min(end, stop)) for start, end in runs if start < stop]
@@ -275,47 +278,25 @@ class CacheIterableDataset(RankBatches):
             pass_.superseded = True
         self._passes.forget()
 
-    def _parts(self, epoch: int) -> tuple[AmendedPart, ...]:
-        """The segments of an epoch."""
-        if self._amended is not None and self._amended[0] == epoch:
-            return self._amended[1]
-        return (AmendedPart(0, self._opened.shards.num_rows, self.view.rows.text),)
-
-    def _leave_segments(self) -> None:
-        """Reads other epochs than the amended one."""
-        amended = self._opened.slots
-        if self._amended is not None and isinstance(amended, AmendedView):
-            job_view = replace(self._opened.job_view, view=amended.latest)
-            self._opened = replace(
-                self._opened,
-                job_view=job_view,
-                fingerprint=view_fingerprint(self._opened.shards.fingerprint, job_view.identity),
-                view_text=self.view.text,
-                observer=PerProcess(),
-            )
-
-    def _take_segments(self, state_dict: Mapping[str, Any]) -> None:
-        """Reads the epoch of a state as the job did that wrote it; an error names a bad state."""
+    def _take_history(self, state_dict: Mapping[str, Any]) -> None:
+        """Reads the epoch of a state as the job did that wrote it."""
         try:
             state = read_state(state_dict)
         except ValueError:
             return  # is refused by name
-        parts = state.amended
-        if state.dataset != self._opened.name or not (parts or self._amended):
+        if state.dataset != self._opened.name or not (state.amended or self._history):
             return
-        view = view_of_state(parts) if parts else self._first_view
+        view = view_of_state(state.amended) if state.amended else self._first_view
         config = replace(self._config, view=view.with_columns_of(self.view))
-        version = state.fingerprint.partition("-")[0]
-        opened = open_version(config, fingerprint=version)
-        if parts:
-            opened = open_parts(config, state.epoch, parts, opened)
+        opened = open_version(config, fingerprint=state.fingerprint.partition("-")[0])
+        if state.amended:
+            opened = open_parts(config, state.epoch, state.amended, opened)
         if opened.fingerprint != self.fingerprint and self._cursor.has_workers:
             raise ConfigError(
-                "the state is of an amended epoch, which running DataLoader workers do not know: "
+                "the state is of an amended job, which running DataLoader workers do not know: "
                 "delete their iterator and loader before load_state_dict"
             )
-        self._config, self._opened = config, opened
-        self._amended = (state.epoch, parts) if parts else None
+        self._config, self._opened, self._history = config, opened, state.amended
 
     @property
     def _changes_version(self) -> bool:
@@ -346,7 +327,9 @@ class CacheIterableDataset(RankBatches):
         """
         with self._keeping_version():
             if epoch != self._cursor.epoch and is_epoch(epoch):
-                self._leave_segments()
+                if self._history and epoch <= self._history[-1].epoch:  # the job begins anew
+                    self._history = (self._history[-1]._replace(epoch=0, at=0),)
+                self._opened = as_in_other_epochs(self._opened, self.view.text)
                 if self._changes_version:
                     self._open_version(epoch=epoch)
             super().set_epoch(epoch)
@@ -370,7 +353,7 @@ class CacheIterableDataset(RankBatches):
         """
         with self._keeping_version():
             changes = self._changes_version
-            self._take_segments(state_dict)
+            self._take_history(state_dict)
             super().load_state_dict(self._followed(state_dict) if changes else state_dict)
         self._tell_version()
 
@@ -394,11 +377,11 @@ class CacheIterableDataset(RankBatches):
     @contextmanager
     def _keeping_version(self) -> Iterator[None]:
         """Where the epoch stays, its version stays too."""
-        before = self._config, self._opened, self._amended, self._skipped
+        before = self._config, self._opened, self._history, self._skipped
         try:
             yield
         except CacheError:
-            self._config, self._opened, self._amended, self._skipped = before
+            self._config, self._opened, self._history, self._skipped = before
             raise
 
     def _tell_version(self) -> None:
@@ -427,19 +410,16 @@ class CacheIterableDataset(RankBatches):
 
     def _state(self, epoch: int, rows_consumed: int) -> OrderState:
         state = super()._state(epoch, rows_consumed)
-        if self._amended is not None:
-            return self._amended_state(state)
+        if self._history:
+            opened, slots = self._opened, self._opened.slots
+            if isinstance(slots, AmendedView) and slots.epoch != epoch:
+                opened = as_in_other_epochs(opened, self.view.text)
+            return replace(
+                state, amended=self._history, view=self.view.text, fingerprint=opened.fingerprint
+            )
         if self._loading is None or epoch == 0:
             return state
         return replace(state, fingerprint=self._opened.shards.fingerprint)
-
-    def _amended_state(self, state: OrderState) -> OrderState:
-        amended, parts = self._opened.slots, self._parts(state.epoch)
-        identity, is_other = self._opened.job_view.identity, len(parts) == 1
-        if is_other and isinstance(amended, AmendedView):
-            identity = replace(self._opened.job_view, view=amended.latest).identity
-        fingerprint = view_fingerprint(self._opened.shards.fingerprint, identity)
-        return replace(state, amended=parts, view=self.view.text, fingerprint=fingerprint)
 
     def vocabulary(self, column: str) -> Vocabulary:
         """The vocabulary of a column of ``codes``.

@@ -122,6 +122,7 @@ class CacheLoader(DataLoader[Any]):
     def _batches_of(self, pass_: Pass) -> Generator[Any, None, None]:
         dataset = self.dataset
         dataset._place(pass_, dataset._cursor.planned())
+        pass_.superseded = False
         pass_.ahead = batches_taken_ahead()
         arriving = changeable(super().__iter__())
         with closing(dataset._observer.watch(pass_, arriving)) as batches:

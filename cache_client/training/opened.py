@@ -26,6 +26,7 @@ from cache_client.training.job_config import JobConfig
 from cache_client.view_options.columns import VersionNodes
 from cache_client.view_options.job_view import JobView
 from cache_client.view_options.open_view import make_view, read_shard_map
+from cache_client.views.amended import AmendedView
 from cache_client.views.view import LoggedView, PlainView, SlotView, view_fingerprint
 from cache_protocol.storage.layout import Layout
 from cache_protocol.v1 import cache_pb2 as pb
@@ -159,6 +160,7 @@ class Opened:
             world_size=config.rank.world_size,
             view=self.view_text,
             shuffle=(config.shuffle.shuffle, config.shuffle.shuffle_block_size),
+            amended=self.slots.amended_at if isinstance(self.slots, AmendedView) else (0, ()),
         )
         places = [node.location for node in nodes]
         first = rank % len(places) if places else 0
@@ -237,13 +239,15 @@ def open_version(
     epoch: int | None = None,
     fingerprint: str = "",
     amended_at: int = 0,
+    amendment: int = 0,
 ) -> Opened:
     """Opens a version: of this fingerprint or epoch, else the newest.
 
     Args:
         config: of the job.
         before: what the job reads now; returned if the version stays.
-        amended_at: the version from this position of the epoch on.
+        amended_at, amendment: the version from this position of the epoch on, and the how many-th
+            amendment of the process it is.
 
     Raises:
         ConfigError: the version does not fit the arguments.
@@ -258,7 +262,9 @@ def open_version(
             if (log_groups is None) == (before.shards.log is None):
                 return before
     elif epoch is not None:
-        follow = pb.EpochOfJob(job=config.job, epoch=epoch, amended_at=amended_at)
+        follow = pb.EpochOfJob(
+            job=config.job, epoch=epoch, amended_at=amended_at, amendment=amendment
+        )
     shards, columns, hidden = read_shard_map(
         config.view,
         config.columns,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -35,6 +36,11 @@ class Part(NamedTuple):
     num_rows: int
     view: SlotView
 
+    @property
+    def told(self) -> tuple[int, int, str]:
+        """What it is, whatever its version."""
+        return self.at, self.num_rows, self.view.identity
+
 
 @dataclass(frozen=True)
 class AmendedView:
@@ -44,26 +50,28 @@ class AmendedView:
         epoch: that was amended.
         shuffle: of the job.
         parts: of the epoch, ascending by position.
+        segments: of the parts, see `amended_view`.
+        is_distinct: no row comes twice.
     """
 
     epoch: int
     shuffle: Shuffle
     parts: tuple[Part, ...]
-    segments: tuple[Segment, ...] = field(init=False, repr=False, compare=False)
-    is_distinct: bool = field(init=False, repr=False, compare=False)
+    segments: tuple[Segment, ...] = field(default=(), repr=False, compare=False)
+    is_distinct: bool = field(default=True, repr=False, compare=False)
     orders_rows: bool = field(default=True, init=False)
     epochs: Epochs = field(default="any size", init=False)
     rows_per_slot: float = field(default=1.0, init=False)
-
-    def __post_init__(self) -> None:
-        dues = [_due(part.view, self.epoch) for part in self.parts]
-        object.__setattr__(self, "segments", _segments(self.epoch, self.shuffle, self.parts, dues))
-        object.__setattr__(self, "is_distinct", all(map(_are_distinct, dues)))
 
     @property
     def latest(self) -> SlotView:
         """The view of the last segment, and of all other epochs."""
         return self.parts[-1].view
+
+    @property
+    def amended_at(self) -> tuple[int, tuple[int, ...]]:
+        """The epoch, and the positions where it was amended."""
+        return self.epoch, tuple(part.at for part in self.parts[1:])
 
     @property
     def identity(self) -> str:
@@ -133,23 +141,49 @@ def _are_distinct(due: Due) -> bool:
     return isinstance(due, range) or bool((due[1:] > due[:-1]).all())
 
 
-def _segments(
-    epoch: int, shuffle: Shuffle, parts: Sequence[Part], dues: Sequence[Due]
-) -> tuple[Segment, ...]:
-    view = parts[0].view
-    whole = epoch_order(shuffle, view.num_slots(epoch), epoch)
-    first = _stream(
-        dues[0] if isinstance(dues[0], range) else _rows(view, epoch), shuffle.order(view, epoch)
-    )
-    found = [segment(0, [first], None)]
-    for (at, _, _), before, now in zip(parts[1:], dues, dues[1:], strict=False):
-        made = change(found[-1].streams_at(at - found[-1].at), before, now)
-        streams = list(made.streams)
-        if len(made.new):
-            of_new = replace(shuffle, seed=seed_of(shuffle.seed, at))
-            streams.append(_stream(made.new, epoch_order(of_new, len(made.new), epoch)))
-        found.append(segment(at, streams, key_of(whole)))
-    return tuple(found)
+def amended_view(
+    epoch: int, shuffle: Shuffle, parts: Sequence[Part], before: SlotView | None = None
+) -> AmendedView:
+    """The view of an epoch with these parts.
+
+    Args:
+        before: of the same version or of an earlier one; its segments are taken over, if it has
+            some of these parts.
+    """
+    known: tuple[Segment, ...] = ()
+    is_distinct = True
+    if isinstance(before, AmendedView) and (before.epoch, before.shuffle) == (epoch, shuffle):
+        pairs = zip(before.parts, parts, strict=False)
+        same = list(takewhile(lambda pair: pair[0].told == pair[1].told, pairs))
+        known, is_distinct = before.segments[: len(same)], before.is_distinct
+    found = list(known)
+    due = _due(parts[len(known) - 1].view, epoch) if known else range(0)
+    for part in parts[len(known) :]:
+        now = _due(part.view, epoch)
+        is_distinct = is_distinct and _are_distinct(now)
+        found.append(
+            _next(found[-1], part, due, now, epoch, shuffle)
+            if found
+            else _first(part, now, epoch, shuffle)
+        )
+        due = now
+    return AmendedView(epoch, shuffle, tuple(parts), tuple(found), is_distinct)
+
+
+def _first(part: Part, due: Due, epoch: int, shuffle: Shuffle) -> Segment:
+    rows = due if isinstance(due, range) else _rows(part.view, epoch)
+    return segment(0, [_stream(rows, shuffle.order(part.view, epoch))], None)
+
+
+def _next(
+    last: Segment, part: Part, before: Due, now: Due, epoch: int, shuffle: Shuffle
+) -> Segment:
+    made = change(last.streams_at(part.at - last.at), before, now)
+    streams = list(made.streams)
+    if len(made.new):
+        of_new = replace(shuffle, seed=seed_of(shuffle.seed, part.at))
+        streams.append(_stream(made.new, epoch_order(of_new, len(made.new), epoch)))
+    return segment(part.at, streams, key_of(epoch_order(shuffle, 0, epoch)))
 
 
 def _stream(rows: Due, order: EpochOrder) -> Stream:

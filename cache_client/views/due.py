@@ -15,6 +15,7 @@ import numpy.typing as npt
 from cache_client.order.due import MOST_SHARES, Due, Share
 from cache_client.order.order import EpochOrder, StepPlan
 from cache_client.order.permutation import Int64Array
+from cache_client.views.amended import AmendedView
 from cache_client.views.groups import GroupsView
 from cache_client.views.length_buckets import LengthBucketsView
 from cache_client.views.mixture_view import MixtureView
@@ -63,6 +64,17 @@ def _(view: PlainView, epoch: int, num_rows: int) -> Due:
 @due_of.register
 def _(view: LoggedView, epoch: int, num_rows: int) -> Due:
     return Due(of=view.log.total)  # None while the load does not know it
+
+
+@due_of.register
+def _(view: AmendedView, epoch: int, num_rows: int) -> Due:
+    if epoch != view.epoch:
+        return due_of(view.latest, epoch, num_rows)
+    size = view.num_slots(epoch)
+    if view.is_distinct:
+        return Due(rows=size, of=num_rows)
+    rows, least, most = _listed(view.samples(np.arange(size, dtype=np.int64), epoch).row_ids)
+    return Due(unit="sample", rows=rows, of=num_rows, least=least, most=most)
 
 
 @due_of.register

@@ -78,7 +78,11 @@ class Readers:
         if (latest := newest(ready.values())) is None:
             return ""
         self._state.versions.require_undamaged(full)
-        asked = viewer.namespace, follow.job, follow.epoch, follow.amended_at, full
+        asked = (
+            viewer.namespace,
+            full,
+            (follow.job, follow.epoch, follow.amended_at, follow.amendment),
+        )
         return self._epochs.choose(asked, latest.pinned.key.fingerprint, ready.keys())
 
     def failure(self, name: str, fingerprint: str) -> CacheError | None:

@@ -790,18 +790,22 @@ class EpochOfJob(google.protobuf.message.Message):
     JOB_FIELD_NUMBER: builtins.int
     EPOCH_FIELD_NUMBER: builtins.int
     AMENDED_AT_FIELD_NUMBER: builtins.int
+    AMENDMENT_FIELD_NUMBER: builtins.int
     job: builtins.str
     epoch: builtins.int
     amended_at: builtins.int
     """the version from this position of the epoch on"""
+    amendment: builtins.int
+    """of those that the ranks made since they began; from 1"""
     def __init__(
         self,
         *,
         job: builtins.str = ...,
         epoch: builtins.int = ...,
         amended_at: builtins.int = ...,
+        amendment: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["amended_at", b"amended_at", "epoch", b"epoch", "job", b"job"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["amended_at", b"amended_at", "amendment", b"amendment", "epoch", b"epoch", "job", b"job"]) -> None: ...
 
 Global___EpochOfJob: typing_extensions.TypeAlias = EpochOfJob
 
