@@ -43,7 +43,7 @@ from cache_client.cli.display import (
     table,
 )
 from cache_client.cli.doctor import examine
-from cache_client.cli.job_commands import audit_job, jobs, rows, top
+from cache_client.cli.job_commands import audit_job, jobs, rows, seen, top
 from cache_client.cli.node_commands import drain, nodes, undrain
 from cache_client.cli.stats_command import stats
 from cache_client.cli.step_rows import NotShownError
@@ -316,6 +316,7 @@ app.command()(jobs)
 app.command()(top)
 app.command("audit")(audit_job)
 app.command()(rows)
+app.command()(seen)
 app.command()(stats)
 
 
@@ -481,7 +482,7 @@ def main() -> None:
 
     Exit codes: 2 for a command line that cannot be parsed, 78 (EX_CONFIG) for other bad arguments
     and specs, 65 (EX_DATAERR) for data and queries, 1 for other errors.
-    ``audit`` and ``rows`` end with 4 for what cannot be shown.
+    ``audit``, ``rows`` and ``seen`` end with 4 for what cannot be shown.
     """
     try:
         with checked_output():

@@ -9,6 +9,7 @@ from typing import Any
 
 from cache_client.control.infos import JobInfo
 from cache_client.order.audit_record import AuditRecord, Evidence
+from cache_client.order.states import OrderState, read_state
 from cache_protocol.errors import ConfigError, missing_package
 
 
@@ -28,15 +29,7 @@ def read_records(path: Path) -> list[Evidence]:
     Raises:
         ConfigError: the file cannot be read, or has no record; names it.
     """
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
-    try:
-        found = json.loads(content)
-    except ValueError:
-        found = _load_by_torch(path)
-    records = [AuditRecord.from_dict(record) for record in _records_in(found)]
+    records = [AuditRecord.from_dict(record) for record in _audits_in(path)]
     if not records:
         raise ConfigError(
             f"no audit record in {path}: make the dataset with audit='states', and save the "
@@ -45,11 +38,46 @@ def read_records(path: Path) -> list[Evidence]:
     return [Evidence(record, record.begun_s, record.made_s) for record in records]
 
 
+def read_states(path: Path) -> list[OrderState]:
+    """The states in a checkpoint; as `read_records`, and they need no audit record.
+
+    Raises:
+        ConfigError: the file cannot be read, or has no state; names it.
+    """
+    found = {json.dumps(each, default=str): each for each in _states_in(_content(path))}
+    if not found:
+        raise ConfigError(f"no state of a dataset in {path}: save what state_dict returns")
+    try:
+        return [read_state(_order(each)) for each in found.values()]
+    except ValueError as error:
+        raise ConfigError(f"bad state in {path}: {error}") from None
+
+
+def _order(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of a mixture's state that other states have, too."""
+    return {name: each for name, each in state.items() if name != "mixture"}
+
+
+def _audits_in(path: Path) -> list[Mapping[str, Any]]:
+    return [each["audit"] for each in _states_in(_content(path)) if "audit" in each]
+
+
+def _content(path: Path) -> Any:
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    try:
+        return json.loads(content)
+    except ValueError:
+        return _load_by_torch(path)
+
+
 def _load_by_torch(path: Path) -> Any:
     try:
         import torch
     except ImportError as error:
-        raise ConfigError(missing_package(error, "audit of torch files", "client")) from None
+        raise ConfigError(missing_package(error, "files of torch", "client")) from None
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises many kinds
@@ -57,13 +85,13 @@ def _load_by_torch(path: Path) -> Any:
         raise ConfigError(f"{path} is neither JSON nor a file of torch.save: {reason}") from None
 
 
-def _records_in(value: Any) -> Iterator[Mapping[str, Any]]:
+def _states_in(value: Any) -> Iterator[Mapping[str, Any]]:
     if isinstance(value, Mapping):
-        if isinstance(value.get("audit"), Mapping) and "rows_consumed" in value:
-            yield value["audit"]
+        if "rows_consumed" in value and "fingerprint" in value:
+            yield value
             return
         for each in value.values():
-            yield from _records_in(each)
+            yield from _states_in(each)
     elif isinstance(value, list | tuple):
         for each in value:
-            yield from _records_in(each)
+            yield from _states_in(each)

@@ -21,7 +21,7 @@ from cache_client.cli.app import (
     client_of,
     connection_of,
 )
-from cache_client.cli.audit_files import evidence_of, read_records
+from cache_client.cli.audit_files import evidence_of, read_records, read_states
 from cache_client.cli.display import (
     cell,
     console,
@@ -32,7 +32,15 @@ from cache_client.cli.display import (
     show_rows,
 )
 from cache_client.cli.jobs_display import JOB_COLUMNS, audit_lines, job_json, job_row, top_view
+from cache_client.cli.seen import (
+    Sighting,
+    Wanted,
+    seen_by_record,
+    seen_by_state,
+    sighting_json,
+)
 from cache_client.cli.step_rows import (
+    NotShownError,
     Question,
     StepRow,
     question_of,
@@ -264,6 +272,76 @@ def rows(
             for each in step_of
         ],
     )
+
+
+def seen(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of a dataset.")],
+    where: Annotated[str, typer.Option(help="SQL of the rows, such as 'user_id = 7'.")],
+    state: Annotated[
+        list[Path] | None,
+        typer.Option(help="State or checkpoint of a job (JSON or torch); repeat it."),
+    ] = None,
+    job: Annotated[
+        str | None, typer.Option(help="Instead of --state: a job that has audit='reports'.")
+    ] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Rows per rank and step, to tell the steps of states.")
+    ] = None,
+    world_size: Annotated[
+        int | None, typer.Option(min=1, help="Ranks of the job.  [default: 1]")
+    ] = None,
+    endpoint: Endpoint = None,
+    timeout_s: TimeoutS = 30.0,
+    as_json: AsJson = False,
+) -> None:
+    """Show when rows were given to a job, and how often.
+
+    No log of the training is needed: the order of a job is a function of its state. A state tells
+    of all epochs up to it, as if all had its version; it knows the amendments of the job.
+
+    Ends with 4 if it cannot be shown.
+    """
+    if (job is None) == (not state):
+        raise ConfigError("give either --state FILE or --job JOB")
+    access = access_to(connection_of(endpoint, timeout_s))
+    wanted = Wanted(access, name, where)
+    found: dict[str, list[Sighting]] = {}
+    if job is not None:
+        info = _job(client_of(endpoint, timeout_s=timeout_s), job, None)
+        records = sorted((e.record for e in evidence_of(info)), key=lambda each: each.steps)
+        # The last one of each pass of a rank.
+        passes = {(each.run, each.number, each.rank): each for each in records}
+        if not passes:
+            raise NotShownError(f"job {job!r} has no record of its rows: it needs audit='reports'")
+        found[job] = [seen_by_record(access, record, wanted) for record in passes.values()]
+    for path in state or ():
+        sizes = {"batch_size": batch_size or 0, "world_size": world_size or 1}
+        for one in read_states(path):
+            found.setdefault(str(path), []).extend(seen_by_state(access, one, wanted, **sizes))
+    if as_json:
+        print_json(
+            [
+                {"of": of, "rows": wanted.count, "epochs": [sighting_json(one) for one in every]}
+                for of, every in found.items()
+            ]
+        )
+        return
+    show_rows(
+        ["of", "epoch", "rows", "given", "first", "last"],
+        [
+            [printable(of), str(one.epoch), f"{len({*one.rows.tolist()}):,}", f"{len(one.rows):,}",
+             one.place(0), one.place(-1)]
+            for of, every in found.items()
+            for one in every
+        ],
+    )  # fmt: skip
+    for of, every in found.items():
+        rows_given = {row for one in every for row in one.rows.tolist()}
+        times = sum(len(one.rows) for one in every)
+        show_line(
+            f"{printable(of)}: {len(rows_given):,} of {wanted.count:,} rows were given, "
+            f"{times:,} times in all"
+        )
 
 
 def _row_json(row: StepRow) -> dict[str, object]:

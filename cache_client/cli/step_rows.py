@@ -7,7 +7,7 @@ The same functions compute it as in training.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,8 +20,10 @@ from cache_client.control.row_reads import fetch_rows, open_version
 from cache_client.flight.routing import ShardMap
 from cache_client.job.connection import Access
 from cache_client.order.audit_record import AuditRecord
-from cache_client.order.order import StepPlan, runs_of_steps
+from cache_client.order.order import EpochOrder, StepPlan, runs_of_steps
+from cache_client.order.states import AmendedPart
 from cache_client.order.view_text import view_options
+from cache_client.views.amended import Part, amended_view
 from cache_client.views.due import samples_of
 from cache_client.views.mixing import Mixing, MixtureState
 from cache_client.views.mixture_view import MixedSource, MixtureView
@@ -175,7 +177,7 @@ def step_rows(access: Access, question: Question) -> tuple[pa.Schema, list[StepR
         NotShownError: the view, or the version, is not known any more; says why.
         CacheError: as `open_version`.
     """
-    versions, view, order_of = _read(access, question)
+    versions, view, order_of = read_view(access, question)
     num_slots = view.num_slots(question.epoch)
     try:
         whole = StepPlan(
@@ -209,15 +211,24 @@ def step_rows(access: Access, question: Question) -> tuple[pa.Schema, list[StepR
     return versions[0].shards.logical, [each for each in found if each is not None]
 
 
-class _Version(NamedTuple):
+class ReadVersion(NamedTuple):
     """A version that is read, and its name in a mixture."""
 
     source: str
     shards: ShardMap
 
 
-def _read(access: Access, question: Question) -> tuple[list[_Version], SlotView, Any]:
-    """What is read, its view, and skipped runs -> the order of its slots."""
+OrderOf = Callable[[tuple[tuple[int, int], ...]], EpochOrder]
+"""Skipped runs -> the order of an epoch."""
+
+
+def read_view(access: Access, question: Question) -> tuple[list[ReadVersion], SlotView, OrderOf]:
+    """What is read, its view, and skipped runs -> the order of its slots.
+
+    Raises:
+        NotShownError: the view, or the version, is not known any more; says why.
+        CacheError: as `open_version`.
+    """
     try:
         options = view_options(question.view)
     except ValueError as error:
@@ -230,15 +241,48 @@ def _read(access: Access, question: Question) -> tuple[list[_Version], SlotView,
     if question.of_groups:
         return _read_log(access, question, fingerprint)
     shards = _open(access, question.dataset, fingerprint)
-    view, has_all = _make_view(access, shards, options, shuffle)
+    if "amended" in options:
+        told = options["amended"]
+        parts = [
+            AmendedPart(told["epoch"], at, num_rows, told["views"][number])
+            for at, num_rows, number in zip(*[iter(told["parts"])] * 3, strict=True)
+        ]
+        view: SlotView = amended_rows(access, shards, parts, shuffle)
+        has_all = not {"codes", "join"} & options.keys()
+    else:
+        view, has_all = _make_view(access, shards, options, shuffle)
     expected = view_fingerprint(shards.fingerprint, view.identity)
     _compare(question, expected if has_all else question.fingerprint)
-    return [_Version("", shards)], view, lambda runs: shuffle.order(view, question.epoch, runs)
+    return [ReadVersion("", shards)], view, lambda runs: shuffle.order(view, question.epoch, runs)
+
+
+def amended_rows(
+    access: Access, shards: ShardMap, parts: Sequence[AmendedPart], shuffle: Shuffle
+) -> SlotView:
+    """The view of an epoch that has these segments.
+
+    Args:
+        shards: of a version that has the rows of all segments.
+        parts: of one epoch.
+
+    Raises:
+        NotShownError: the version has other rows. CacheError: as `_make_view`.
+    """
+    try:
+        told = [
+            Part(part.at, part.num_rows, _make_view(
+                access, shards.first_rows(part.num_rows), view_options(part.view), shuffle
+            )[0])
+            for part in parts
+        ]  # fmt: skip
+    except ValueError as error:
+        raise NotShownError(f"the job was amended, and {error}") from None
+    return told[0].view if len(told) == 1 else amended_view(parts[0].epoch, shuffle, told)
 
 
 def _read_log(
     access: Access, question: Question, fingerprint: str
-) -> tuple[list[_Version], SlotView, Any]:
+) -> tuple[list[ReadVersion], SlotView, OrderOf]:
     """An epoch that was read while the version loaded."""
     shards = _open(access, question.dataset, fingerprint)
     log = _open(access, question.dataset, fingerprint, with_log=True).log
@@ -250,7 +294,7 @@ def _read_log(
         )
     shuffle, epoch, groups = question.shuffle, question.epoch, log.rows_of_groups
     return (
-        [_Version("", shards)],
+        [ReadVersion("", shards)],
         view,
         lambda _: epoch_order(shuffle, log.num_rows, epoch, groups=groups),
     )
@@ -258,7 +302,7 @@ def _read_log(
 
 def _read_mixture(
     access: Access, question: Question, options: Mapping[str, Any]
-) -> tuple[list[_Version], SlotView, Any]:
+) -> tuple[list[ReadVersion], SlotView, OrderOf]:
     """The sources of a mixture, and their slots as one view."""
     told = {name.removeprefix("source "): each for name, each in options.items()
             if name.startswith("source ")}  # fmt: skip
@@ -267,7 +311,7 @@ def _read_mixture(
         shards = _open(access, each["dataset"], each["fingerprint"])
         shuffle = Shuffle(each["shuffle"], each["shuffle_block_size"], each["seed"])
         view, _ = _make_view(access, shards, each["view"], shuffle)
-        versions.append(_Version(name, shards))
+        versions.append(ReadVersion(name, shards))
         fingerprint = view_fingerprint(shards.fingerprint, view.identity)
         sources.append(MixedSource(name, fingerprint, shards.num_rows, view, shuffle))
     state = {"plan": (), "steps": None, "epoch_slots": None, "changes": options["changes"]}

@@ -103,7 +103,7 @@ def _with_newest_groups(evidence: Sequence[Evidence]) -> list[Evidence]:
 
 
 def _audit_epoch(evidence: Sequence[Evidence], seed: int | None) -> Iterator[EpochAudit]:
-    """Audits an epoch; of an amended one, each segment by itself."""
+    """Audits an epoch; each segment of an amended one apart."""
     ends = sorted({each.record.amended_at for each in evidence}, key=lambda ends: (len(ends), ends))
     for number, own in enumerate(ends):
         longer = [each for each in ends[number + 1 :] if each[: len(own)] == own]

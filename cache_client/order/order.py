@@ -372,6 +372,27 @@ class StepPlan:
             last = first + 1
         return range(start + first, start + last)
 
+    def places(self, positions: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """Return the step and the rank that take each position: the inverse of `positions`.
+
+        A row that a short step repeats counts where it comes first.
+
+        Args:
+            positions: in ``[rows_consumed, num_rows)``, shape ``(k,)``.
+
+        Returns:
+            Two int64 arrays of shape ``(k,)``; -1 in both for rows that ``drop_last`` leaves out.
+        """
+        steps, within = np.divmod(positions - self.rows_consumed, self.rows_per_step)
+        ranks = within // self.batch_size
+        left = (self.num_rows - self.rows_consumed) % self.rows_per_step
+        is_last = steps == (self.num_rows - self.rows_consumed) // self.rows_per_step
+        if not self.pad and left:
+            ranks[is_last] = ((within[is_last] + 1) * self.world_size - 1) // left
+        if self.drop_last:
+            steps[is_last] = ranks[is_last] = -1
+        return steps, ranks
+
     def rows_consumed_after(self, steps: int) -> int:
         """Return the rows of the epoch that are consumed after the first ``steps`` steps.
 

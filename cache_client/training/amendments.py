@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
 from cache_client.flight.routing import ShardMap
 from cache_client.job.ranks import is_of_one_process
@@ -15,7 +15,7 @@ from cache_client.training.job_config import JobConfig
 from cache_client.training.opened import Opened, open_version
 from cache_client.view_options.columns import VersionNodes
 from cache_client.view_options.open_view import make_view
-from cache_client.view_options.options import View
+from cache_client.view_options.options import MAKE_COLUMNS, View
 from cache_client.views.amended import AmendedView, Part, amended_view
 from cache_client.views.view import SlotView, view_fingerprint
 from cache_protocol.errors import ConfigError, StaleVersionError
@@ -112,7 +112,7 @@ def open_parts(
         latest,
         fingerprint=view_fingerprint(shards.fingerprint, job_view.identity),
         job_view=job_view,
-        view_text=amended_text(epoch, parts),
+        view_text=amended_text(epoch, parts, config.view),
     )
 
 
@@ -130,27 +130,19 @@ def as_in_other_epochs(opened: Opened, view_text: str) -> Opened:
     )
 
 
-def amended_text(epoch: int, parts: Sequence[AmendedPart]) -> str:
-    """The view of an amended epoch, for reports and records; `parts_of_text` reads it."""
+def amended_text(epoch: int, parts: Sequence[AmendedPart], view: View) -> str:
+    """The view of an amended epoch, for reports and records."""
+    columns = {name: value for name, value in view.given().items() if name in MAKE_COLUMNS}
     views = list(dict.fromkeys(part.view for part in parts))
     numbers = [n for part in parts for n in (part.at, part.num_rows, views.index(part.view))]
-    return view_text({"amended": {"epoch": epoch, "views": views, "parts": numbers}})
-
-
-def parts_of_text(told: Mapping[str, Any]) -> tuple[AmendedPart, ...]:
-    """The parts of an epoch, of the option ``amended`` of `amended_text`."""
-    triples = zip(*[iter(told["parts"])] * 3, strict=True)
-    return tuple(
-        AmendedPart(told["epoch"], at, num_rows, told["views"][view])
-        for at, num_rows, view in triples
-    )
+    return view_text({**columns, "amended": {"epoch": epoch, "views": views, "parts": numbers}})
 
 
 def view_of_state(parts: Sequence[AmendedPart]) -> View:
     """The view of the last part of a state.
 
     Raises:
-        ConfigError: it is none; quotes it.
+        ConfigError: its text is not that of a view; quotes it.
     """
     try:
         return _view_of(parts[-1].view)

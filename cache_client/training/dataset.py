@@ -200,8 +200,8 @@ class CacheIterableDataset(RankBatches):
         From the position of the job on, the epoch gives the rows that are due by the new view and
         version and were not given yet, each as often as it is due: rows that became due come, and
         rows that are not due any more do not. All rows of the rest are shuffled. Later epochs read
-        the new view and version. A pass that runs goes over by itself, also with the workers of
-        `loader`. `state_dict`, `load_state_dict`, ``skip_steps`` and audits go on.
+        the new view and version. A running pass continues with them, also with the workers of
+        `loader`. `state_dict`, `load_state_dict`, ``skip_steps`` and audits count it.
 
         Call it on every rank, after the same step.
 

@@ -38,7 +38,7 @@ class Part(NamedTuple):
 
     @property
     def told(self) -> tuple[int, int, str]:
-        """What it is, whatever its version."""
+        """What two parts have in common that read the same rows."""
         return self.at, self.num_rows, self.view.identity
 
 

@@ -31,6 +31,7 @@ PURE_MODULES = (
     "cache_client/order/load_log.py",
     "cache_client/order/order.py",
     "cache_client/order/permutation.py",
+    "cache_client/order/segments.py",
     "cache_client/order/states.py",
     "cache_client/order/view_text.py",
     "cache_client/reading/window_sizes.py",

@@ -164,5 +164,9 @@ def test_a_refused_state_says_first_what_differs(changes: dict[str, str], text: 
     saved = replace(here, **{"fingerprint": "v1-a", **changes})
     with pytest.raises(StaleVersionError, match=text):
         epochs_passes.checked_state(
-            saved.to_dict(), expected=here, num_rows=lambda _: 9, rows_per_step=1, num_workers=0
+            saved.to_dict(),
+            expected_of=lambda _: here,
+            num_rows=lambda _: 9,
+            rows_per_step=1,
+            num_workers=0,
         )

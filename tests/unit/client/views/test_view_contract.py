@@ -17,6 +17,7 @@ import pytest
 
 from cache_client import views
 from cache_client.order.due import UNITS, Due
+from cache_client.views import amended as amended_views
 from cache_client.views import (
     groups,
     length_buckets,
@@ -92,6 +93,15 @@ def grouped(
     return groups.GroupsView(Shared(rows), Shared(offsets), identity, window, ends)
 
 
+def amended(size: int, at: int = 2, epoch: int = 0, shuffle: bool = True) -> view.SlotView:
+    parts = [
+        amended_views.Part(0, size, view.PlainView(size)),
+        amended_views.Part(min(at, size), 2 * size, of_shards(size, "half")),
+        amended_views.Part(min(at + 1, size), 3 * size, view.PlainView(3 * size)),
+    ]
+    return amended_views.amended_view(epoch, shuffled(shuffle), parts)
+
+
 def mixed(size: int, draw: Any = "stratified", prints: str = "print") -> view.SlotView:
     sizes = (size, size // 2 + 1)
     found = mixing.mixing(sizes, [(0, (2, 1))], stop="all_exhausted", draw=draw, seed=1)
@@ -117,6 +127,8 @@ CASES: dict[str, tuple[Make, tuple[Make, ...]]] = {
     "packed whole": (partial(packed, cut=False), (packed,)),
     "groups": (grouped, (partial(grouped, identity="others"),)),
     "windows": (partial(grouped, window=(2, 1)), ()),
+    "amended": (amended, (partial(amended, at=1), partial(amended, epoch=1))),
+    "amended in order": (partial(amended, shuffle=False), (amended,)),
     "mixture": (mixed, (partial(mixed, draw="random"), partial(mixed, prints="other"))),
     "random mixture": (partial(mixed, draw="random"), (mixed,)),
 }
