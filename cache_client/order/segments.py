@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Protocol
 
@@ -53,41 +53,47 @@ class Stream:
     Args:
         rows: of the stream; a range, or a list.
         order: place in the stream -> which of the rows.
+        share: makes a list that the processes of a job share.
         start: places before this one are over: they were given, or left out.
-        out: places that are left out, ascending; int64.
+        out: places that are left out, ascending, int64; None: none.
     """
 
     rows: range | Listed
     order: EpochOrder
+    share: Callable[[Int64Array], Listed] = field(repr=False, compare=False)
     start: int = 0
-    out: Int64Array = field(default_factory=_NONE.copy, repr=False, compare=False)
+    out: Listed | None = field(default=None, repr=False, compare=False)
     _passed: int = field(init=False, repr=False, compare=False)  # of those left out
-    _before: Int64Array = field(init=False, repr=False, compare=False)
+    _ahead: Listed | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        passed = int(np.searchsorted(self.out, self.start))
-        ahead = self.out[passed:]
+        passed = int(np.searchsorted(self._out, self.start))
+        ahead = self._out[passed:] - self.start
         # How many are left before each place that is left out.
-        before = ahead - self.start - np.arange(len(ahead))
+        before = self.share(ahead - np.arange(len(ahead))) if len(ahead) else None
         object.__setattr__(self, "_passed", passed)
-        object.__setattr__(self, "_before", before)
+        object.__setattr__(self, "_ahead", before)
+
+    @property
+    def _out(self) -> Int64Array:
+        return _NONE if self.out is None else self.out.values.view(np.int64)
 
     @property
     def num_left(self) -> int:
         """Rows that are still to be given."""
-        return len(self.rows) - self.start - len(self._before)
+        return len(self.rows) - self.start - (len(self._out) - self._passed)
 
     @property
-    def num_bytes(self) -> int:
-        """Memory of its lists."""
-        of_rows = 0 if isinstance(self.rows, range) else self.rows.values.nbytes
-        return of_rows + self.out.nbytes + self._before.nbytes
+    def lists(self) -> list[Listed]:
+        """Its lists, of which streams may share some."""
+        rows = None if isinstance(self.rows, range) else self.rows
+        return [each for each in (rows, self.out, self._ahead) if each is not None]
 
     def places(self, left: Int64Array) -> Int64Array:
         """The places of some of those that are left, counted from the first of them."""
         places: Int64Array = left + self.start
-        if len(self._before):
-            places += np.searchsorted(self._before, left, side="right")
+        if self._ahead is not None:
+            places += np.searchsorted(self._ahead.values, left, side="right")
         return places
 
     def row_ids(self, left: Int64Array) -> Int64Array:
@@ -116,14 +122,14 @@ class Stream:
             items = np.flatnonzero(np.isin(values, rows))
             which = np.searchsorted(rows, values[items])
         places = self.order.positions(items)
-        kept = ~_in_sorted(places, self.out)
+        kept = ~_in_sorted(places, self._out)
         return which[kept], places[kept]
 
     def left_of(self, places: Int64Array) -> Int64Array:
         """The inverse of `places`; -1 for those that are over or left out."""
         left = places - self.start
-        left -= np.searchsorted(self.out, places) - self._passed
-        left[(places < self.start) | _in_sorted(places, self.out)] = -1
+        left -= np.searchsorted(self._out, places) - self._passed
+        left[(places < self.start) | _in_sorted(places, self._out)] = -1
         return left
 
     def after(self, count: int) -> Stream:
@@ -134,7 +140,9 @@ class Stream:
 
     def without(self, places: Int64Array) -> Stream:
         """The stream without these places, which are left in it."""
-        return replace(self, out=np.union1d(self.out, places)) if len(places) else self
+        if not len(places):
+            return self
+        return replace(self, out=self.share(np.union1d(self._out, places)))
 
 
 @dataclass(frozen=True)

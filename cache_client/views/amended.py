@@ -84,9 +84,11 @@ class AmendedView:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the lists of its streams, and of the last view."""
-        streams = {id(stream): stream for each in self.segments for stream in each.streams}
-        return self.latest.num_bytes + sum(stream.num_bytes for stream in streams.values())
+        """Memory of the lists of its streams, and of its views."""
+        streams = [stream for each in self.segments for stream in each.streams]
+        lists = {id(each): each.values.nbytes for stream in streams for each in stream.lists}
+        views = {id(part.view): part.view.num_bytes for part in self.parts}
+        return sum(lists.values()) + sum(views.values())
 
     def num_slots(self, epoch: int) -> int:
         """Positions of the epoch."""
@@ -188,6 +190,6 @@ def _next(
 
 def _stream(rows: Due, order: EpochOrder) -> Stream:
     if isinstance(rows, range):
-        return Stream(rows, order)
+        return Stream(rows, order, SharedArray)
     is_small = not len(rows) or int(rows.max()) < _SMALL
-    return Stream(SharedArray(rows.astype(np.uint32 if is_small else np.int64)), order)
+    return Stream(SharedArray(rows.astype(np.uint32 if is_small else np.int64)), order, SharedArray)

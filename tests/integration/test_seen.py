@@ -164,9 +164,11 @@ def test_a_mixture_and_the_records_of_a_job_tell_it(nodes: LocalCluster, tmp_pat
     )
     own = [(0, step, 0, int(row)) for step, batch in enumerate(plain) for row in batch["row"]]
     client = CacheClient(nodes.endpoint)
-    wait_until(
-        lambda: any(each.audits for each in client.jobs("plain", audits=True)), 10, "a record"
-    )
+
+    def has_record() -> bool:
+        return any(each.audits and each.name == "plain" for each in client.jobs(audits=True))
+
+    wait_until(has_record, 10, "a record")
     found = seen(nodes, "right", "--where", "user = 1", "--job", "plain")
     assert given_in(found) == sorted(each for each in own if each[3] % 4 == 1)
 

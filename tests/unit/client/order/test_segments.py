@@ -12,6 +12,7 @@ from cache_client.order import order, segments
 from cache_client.views import shared_array
 
 SEEDS = range(60)
+SHARE = shared_array.SharedArray
 
 
 def any_due(draw: random.Random, num_rows: int) -> segments.Due:
@@ -31,7 +32,8 @@ def stream(due: segments.Due, draw: random.Random, shuffle: bool) -> segments.St
     own = order.EpochOrder(
         len(due), shuffle=shuffle, shuffle_block_size=block, seed=draw.randint(0, 99)
     )
-    return segments.Stream(due if isinstance(due, range) else shared_array.SharedArray(due), own)
+    rows = due if isinstance(due, range) else shared_array.SharedArray(due)
+    return segments.Stream(rows, own, SHARE)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -82,8 +84,8 @@ def test_a_merge_spreads_the_shorter_run_and_keeps_the_order_of_both(seed: int) 
 
 
 def test_new_rows_are_spread_over_what_is_left_of_the_old_ones() -> None:
-    old = segments.Stream(range(90_000), order.EpochOrder(90_000, shuffle=True))
-    new = segments.Stream(range(90_000, 100_000), order.EpochOrder(10_000, shuffle=True))
+    old = segments.Stream(range(90_000), order.EpochOrder(90_000, shuffle=True), SHARE)
+    new = segments.Stream(range(90_000, 100_000), order.EpochOrder(10_000, shuffle=True), SHARE)
     mixed = segments.segment(0, [old.after(50_000), new], "a job")
 
     is_new = mixed.row_ids(np.arange(50_000)) >= 90_000
@@ -101,7 +103,7 @@ def test_an_epoch_that_is_too_long_for_64_bits_is_refused_by_name() -> None:
 
 def test_twenty_amendments_of_a_virtual_table_keep_few_streams() -> None:
     due = range(10**8)
-    first = segments.Stream(due, order.EpochOrder(len(due), shuffle=True))
+    first = segments.Stream(due, order.EpochOrder(len(due), shuffle=True), SHARE)
     now = segments.segment(0, [first], "a job")
     for at in range(20):
         wanted = range(due.stop + 5_000)
