@@ -14,10 +14,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
-from kubeflow.trainer import BuiltinTrainer, CustomTrainer, CustomTrainerContainer
-from kubeflow.trainer.backends.base import RuntimeBackend
+from kubeflow.trainer import CustomTrainer, CustomTrainerContainer
 from kubeflow.trainer.options.kubernetes import (
     JobSetSpecPatch,
     JobSetTemplatePatch,
@@ -29,14 +28,20 @@ from kubeflow.trainer.options.kubernetes import (
     TrainingRuntimeSpecPatch,
 )
 
-from cache_client import View
 from cache_protocol.datasets.job_options import FILE_VARIABLE, JobOptions
 from cache_protocol.errors import ConfigError
 from cache_runtimes.local.pods import bytes_of
 from cache_runtimes.local.trainer.info import containers
 
 Json = dict[str, Any]
-Trainer = CustomTrainer | CustomTrainerContainer | BuiltinTrainer
+
+
+class ViewOptions(Protocol):
+    """A `cache_client.View`, which has checked its options."""
+
+    def given(self) -> dict[str, Any]:
+        """The options that are set."""
+
 
 FLAGSHIP = "torch-distributed-data-cache"
 _MANAGER = "trainer-data-cache.github.io/cache-options"
@@ -52,7 +57,7 @@ def cache_options(
     replicas: int | None = None,
     nodes: int | None = None,
     memory: str | None = None,
-    view: View | Mapping[str, Any] | None = None,
+    view: ViewOptions | None = None,
 ) -> RuntimePatch:
     """An option of `TrainerClient.train`: what the cache of the job holds, and its size.
 
@@ -63,23 +68,22 @@ def cache_options(
         columns: instead of ``sql``: the columns to keep, in this order.
         filter: instead of ``sql``: an SQL condition over the columns of ``source``.
         replicas: the number of cache nodes that hold each shard.
-        nodes: the number of cache pods. Only ``torch-distributed-with-cache`` makes as many; another
-            runtime must have that number.
+        nodes: the number of cache pods. Only ``torch-distributed-with-cache`` makes as many;
+            another runtime must have that number.
         memory: of each cache pod, a Kubernetes quantity such as ``16Gi``; at most the limit of the
             runtime, except with ``torch-distributed-with-cache``.
-        view: what trainers read other than each row once, where the training code names no view; a
-            `View`, or its options.
+        view: a `cache_client.View`: what trainers read other than each row once, where the training
+            code names no view.
 
     Raises:
         RequestError: quotes every bad option.
-        ConfigError: quotes every bad option of the view.
+        ConfigError: the view has an option that JSON cannot hold.
     """
     options = JobOptions(sql, columns, filter, replicas, nodes, memory)
-    asked = view.given() if isinstance(view, View) else View(**(view or {})).given()
-    return _CacheOptions(runtime, options, _view_text(asked))
+    return _CacheOptions(runtime, options, _view_text({} if view is None else view.given()))
 
 
-class _CacheOptions(RuntimePatch):
+class _CacheOptions(RuntimePatch):  # type: ignore[misc]
     """Annotates the pods of the cache, once the runtime is known."""
 
     def __init__(self, runtime: str, options: JobOptions, view: str) -> None:
@@ -87,9 +91,7 @@ class _CacheOptions(RuntimePatch):
         self.manager = _MANAGER  # beside a RuntimePatch of the caller, which has the SDK's
         self._runtime, self._options, self._view = runtime, options, view
 
-    def __call__(
-        self, job_spec: Json, trainer: Trainer | None, backend: RuntimeBackend
-    ) -> None:
+    def __call__(self, job_spec: Json, trainer: Any, backend: Any) -> None:
         """Adds the patch to a TrainJob that is being made.
 
         Raises:
@@ -134,7 +136,7 @@ def _check_size(container: Json, variables: Mapping[str, Json], options: JobOpti
         options.fits(nodes=nodes, memory_bytes=bytes_of(limit))
 
 
-def _give_view(trainer: Trainer | None, view: str) -> None:
+def _give_view(trainer: Any, view: str) -> None:
     if not isinstance(trainer, CustomTrainer | CustomTrainerContainer):
         raise ConfigError(f"view needs a CustomTrainer, got {type(trainer).__name__}")
     trainer.env = {**(trainer.env or {}), "CACHE_VIEW": view}
@@ -145,15 +147,13 @@ def _view_text(options: Mapping[str, Any]) -> str:
         return json.dumps(dict(options)) if options else ""
     except TypeError:
         raise ConfigError(
-            f"view must have options that JSON can hold, got {dict(options)!r}: pass such a view in "
-            "the training code"
+            f"view must have options that JSON can hold, got {dict(options)!r}: pass such a view "
+            "in the training code"
         ) from None
 
 
 def _runtime_of(backend: Any, name: str) -> Json:
     """The runtime as the cluster has it; one of the namespace comes first, as in the SDK."""
-    from kubernetes.client import ApiException
-
     api = backend.custom_api
     reads = (
         lambda: api.get_namespaced_custom_object(
@@ -163,9 +163,9 @@ def _runtime_of(backend: Any, name: str) -> Json:
     )
     for read in reads:
         try:
-            found: Json = read()
-        except ApiException as error:
-            if error.status != 404:
+            found: Json = read()  # type: ignore[no-untyped-call]
+        except Exception as error:
+            if getattr(error, "status", None) != 404:  # an ApiException of the SDK's client
                 raise
         else:
             return found

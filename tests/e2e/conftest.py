@@ -95,6 +95,13 @@ def shared_cache(cluster: Cluster) -> Iterator[None]:
         "the shared cache",
     )
     yield
+    # First the pods: a namespace with them looks again after half of their long grace period.
+    cluster.delete("StatefulSet", "data-cache", "data-cache-system")
+    cluster.wait(
+        "data-cache-system",
+        lambda: not cluster.pods("data-cache-system"),
+        "the end of the nodes of the shared cache",
+    )
     cluster.delete("Namespace", "data-cache-system")
     cluster.release_claims("data-cache-system")
     cluster.wait(  # the next test makes it again

@@ -14,8 +14,7 @@ from cache_protocol.errors import ConfigError, RequestError
 from tests.e2e import rows
 from tests.e2e.clusters import Cluster, manifests
 from tests.e2e.conftest import FLAGSHIP, MakeJob
-from tests.e2e.jobs import WITH_CACHE, diagnosis_of, grant, wait_for_end
-from tests.e2e.test_train_jobs import without_gang
+from tests.e2e.jobs import WITH_CACHE, diagnosis_of, grant, wait_for_end, without_gang
 from tests.kubeflow_backend import import_sdk
 from tests.manifests import is_runtime, job_named, pod_of
 from tests.object_store import ACCESS_KEY_ID, REGION, SECRET_ACCESS_KEY, S3Server
@@ -107,7 +106,7 @@ def test_options_of_the_sdk_choose_rows_replicas_memory_and_view(
 ) -> None:
     from cache_runtimes.sdk import cache_options
 
-    sql = "SELECT id, id * 2 AS \"twice's\" FROM source WHERE id < 100 -- $(HOME) \\ é\n"
+    sql = 'SELECT id, id * 2 AS "twice\'s" FROM source WHERE id < 100 -- $(HOME) \\ é\n'
     view = View(where="id >= 90")
     every = cache_options(sql=sql, replicas=2, nodes=2, memory="3Gi", view=view)
     sdk.train("every", FLAGSHIP, every)
@@ -137,7 +136,11 @@ def test_the_runtime_that_makes_its_cache_makes_it_of_the_size_of_the_options(
     initializer["env"] += env(CACHE_READY_FILE="/tmp/ready")
     cluster.apply(runtime, namespace=namespace)
     options = cache_options(
-        runtime=WITH_CACHE, nodes=3, memory="1536Mi", filter="id < 7 -- $(HOME)", replicas=3
+        runtime=WITH_CACHE,
+        nodes=3,
+        memory="1536Mi",
+        filter="id < 7 AND '$(HOME)' < '%'",  # false once a variable is filled in
+        replicas=3,
     )
     sdk.train("sized", WITH_CACHE, options)
     made = shown(cluster, namespace, "sized")
@@ -238,7 +241,11 @@ def test_what_cannot_be_is_refused_before_the_job_is_sent(
     cluster.apply(old, namespace=namespace)
     for options, error, words in (
         ({"nodes": 4}, RequestError, "nodes=4: the runtime has 2 cache pods"),
-        ({"memory": "64Gi"}, RequestError, "memory=64Gi: the cache pods of the runtime have 8192Mi"),
+        (
+            {"memory": "64Gi"},
+            RequestError,
+            "memory=64Gi: the cache pods of the runtime have 8192Mi",
+        ),
         ({"runtime": "none", "replicas": 2}, ConfigError, "there is no runtime 'none'"),
         ({"runtime": "old", "replicas": 2}, ConfigError, "runtime 'old' takes no cache_options"),
     ):

@@ -9,8 +9,8 @@ volume), which CACHE_ANNOTATIONS_FILE names:
     trainer-data-cache/columns     CACHE_COLUMNS    every cache; separated by commas
     trainer-data-cache/filter      CACHE_FILTER     every cache
     trainer-data-cache/replicas    CACHE_REPLICAS   every cache
-    trainer-data-cache/nodes       none             an initializer that makes the cache pods; another
-                                                    cache must have that size already
+    trainer-data-cache/nodes       none             an initializer that makes the cache pods;
+                                                    another cache must have that size already
     trainer-data-cache/memory      none             a cache of one job: of each pod
 
 An annotation with this prefix that is not in the table, or has a bad value, is refused by name.
@@ -27,7 +27,6 @@ from typing import Any
 
 from cache_protocol.datasets.job_settings import parsed, refusal
 from cache_protocol.errors import ConfigError, RequestError, short, some_of
-from cache_protocol.storage.memory_budget import MIN_SHARD_BYTES, shard_bytes
 
 PREFIX = "trainer-data-cache/"
 FILE_VARIABLE = "CACHE_ANNOTATIONS_FILE"
@@ -38,6 +37,7 @@ _VARIABLES = {
     "filter": "CACHE_FILTER",
     "replicas": "CACHE_REPLICAS",
 }
+_LEAST_MEMORY = 1088 << 20  # as `storage.memory_budget` divides it
 _LINE = re.compile(r'([^=\s]+)=(".*")')  # as a kubelet writes it: Go's %v=%q
 _QUANTITY = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,9})?)(|[kMGT]|[KMGT]i)")
 _UNITS = {"": 0, "k": 1, "K": 1, "M": 2, "G": 3, "T": 4}
@@ -224,7 +224,7 @@ def _wrong(name: str, value: Any) -> str | None:
         num_bytes = _quantity_bytes(value) if isinstance(value, str) else None
         if num_bytes is None:
             return "must be a Kubernetes quantity such as 16Gi"
-        if shard_bytes(num_bytes) < MIN_SHARD_BYTES:
+        if num_bytes < _LEAST_MEMORY:
             return "leaves no memory for rows: the process may take 1Gi, so give at least 1088Mi"
         return None
     wrong = refusal(**{name: value})

@@ -210,8 +210,13 @@ def volume_files(
         kind, name, known = "ConfigMap", source["name"], config_maps
     elif source := volume.get("downwardAPI"):
         # As a kubelet writes them, which escapes as Go does.
-        lines = [f"{name}={json.dumps(text, ensure_ascii=False)}\n" for name, text in sorted(pod.annotations.items())]
-        return {each["path"]: VolumeFile.of("".join(lines), each, source) for each in source["items"]}
+        lines = [
+            f"{name}={json.dumps(text, ensure_ascii=False)}\n"
+            for name, text in sorted(pod.annotations.items())
+        ]
+        return {
+            each["path"]: VolumeFile.of("".join(lines), each, source) for each in source["items"]
+        }
     else:
         return {}
     values = _known(known, name, f"{pod.name} needs the {kind}")

@@ -19,8 +19,9 @@ from cache_protocol.datasets.job_options import (
 )
 from cache_protocol.datasets.job_settings import spec_from_env
 from cache_protocol.errors import ConfigError, RequestError
+from cache_protocol.storage.memory_budget import MIN_SHARD_BYTES, shard_bytes
 
-SQL = 'SELECT "a b", \'x=1\' AS c FROM source\nWHERE a > 1 -- ü \\ 😀'
+SQL = "SELECT \"a b\", 'x=1' AS c FROM source\nWHERE a > 1 -- ü \\ 😀"
 OPTIONS = {
     "sql": SQL,
     "columns": ["a b", "C"],
@@ -118,11 +119,19 @@ def test_options_that_cannot_be_are_refused(options: dict[str, Any], words: str)
         JobOptions(**options)
 
 
+def test_the_least_memory_is_that_of_a_node() -> None:
+    least = job_options._LEAST_MEMORY
+    assert shard_bytes(least) == MIN_SHARD_BYTES
+    assert JobOptions(memory=str(least)).memory_bytes == least
+    with pytest.raises(RequestError, match="leaves no memory for rows"):
+        JobOptions(memory=str(least - 1))
+
+
 def test_an_option_and_its_variable_are_one_too_many(tmp_path: Path) -> None:
     environ = file_of(tmp_path, {f"{PREFIX}sql": "SELECT 1"})
     with pytest.raises(RequestError, match=rf"{PREFIX}sql and CACHE_SQL"):
         with_annotations({**environ, "CACHE_SQL": "SELECT 1"})
-    with pytest.raises(ConfigError, match="CACHE_SQL=.* and CACHE_COLUMNS="):
+    with pytest.raises(ConfigError, match=r"CACHE_SQL=.* and CACHE_COLUMNS="):
         spec_from_env(with_annotations({**environ, "CACHE_COLUMNS": "a"})[0])
 
 
@@ -149,7 +158,9 @@ def test_the_size_of_a_cache_is_no_setting_of_its_job_unless_it_is_the_same() ->
     options.fits(nodes=2, memory_bytes=None)
     with pytest.raises(RequestError, match=r"nodes=2: the runtime has 3 cache pods"):
         options.fits(nodes=3, memory_bytes=8 << 30)
-    with pytest.raises(RequestError, match=r"memory=4Gi: the cache pods of the runtime have 2048Mi"):
+    with pytest.raises(
+        RequestError, match=r"memory=4Gi: the cache pods of the runtime have 2048Mi"
+    ):
         options.fits(nodes=2, memory_bytes=2 << 30)
     with pytest.raises(RequestError, match=r"nodes=2: .*; .*memory=4Gi: "):
         options.refuse_size()
