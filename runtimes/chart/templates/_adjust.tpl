@@ -111,8 +111,7 @@ are those of kustomize: `manifests/` has links to their folders.
 {{- $_ := unset $cache "restartPolicy" -}}
 {{- $_ := unset $cache "restartPolicyRules" -}}
 {{- $_ := unset $job "podFailurePolicy" -}}
-{{- $rule := index .jobset.failurePolicy.rules 0 -}}
-{{- $_ := set $rule "onJobFailureReasons" (list "BackoffLimitExceeded") -}}
+{{- $_ := set $job "backoffLimit" 3 -}}
 {{- end -}}
 
 {{/* A pod without tokens: every caller may do everything. */}}
