@@ -68,7 +68,7 @@ class JobOptions:
 
     def __post_init__(self) -> None:
         problems = [
-            f"{PREFIX}{name}={short(repr(value))}: {wrong}"
+            f"{PREFIX}{name}={short(repr(value), 80)}: {wrong}"
             for name, value in self.given().items()
             if (wrong := _wrong(name, value)) is not None
         ]
