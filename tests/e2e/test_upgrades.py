@@ -17,7 +17,7 @@ import yaml
 from cache_runtimes import MANIFESTS
 from tests.e2e.clusters import Cluster, manifests
 from tests.e2e.conftest import FLAGSHIP, SHARED, MakeJob, ready_nodes
-from tests.e2e.jobs import assert_complete, wait_for_step
+from tests.e2e.jobs import assert_complete, wait_for_end, wait_for_step
 from tests.helm import CHART, HELM
 from tests.kustomize import KUBECTL, build
 from tests.manifests import is_runtime, job_named, job_set, pod_of
@@ -93,6 +93,20 @@ def test_kubectl_apply_goes_from_the_last_release_to_this_and_to_older_clusters_
     cluster.apply(job_of_runtime(make_job, name="next"), namespace=namespace)
     assert_complete(cluster, namespace, "job")
     assert_complete(cluster, namespace, "next")
+
+
+def test_on_older_clusters_a_wrong_source_fails_the_job_after_three_starts_of_its_jobset(
+    cluster: Cluster, namespace: str, make_job: MakeJob
+) -> None:
+    cluster.apply(of_namespace(built(BEFORE_1_35)), namespace=namespace)
+    made = job_of_runtime(make_job)
+    made["spec"]["initializer"]["dataset"]["storageUri"] = "file:///nowhere/rows"
+    cluster.apply(made, namespace=namespace)
+    assert wait_for_end(cluster, namespace) == "Failed"
+    reasons = [line for line in cluster.lines(namespace, "initializer") if "/nowhere/rows" in line]
+    errors = [line for line in reasons if line.startswith("cache-server: ")]
+    # A Job whose pods restart in place fails at its third restart; that start may still be seen.
+    assert 9 <= len(errors) <= 12, cluster.report(namespace)
 
 
 def commands_of_guide(namespace: str) -> list[list[str]]:
