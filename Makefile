@@ -84,13 +84,14 @@ large: $(WITH)test  ## load and read columns of more than 2 GiB; 10 minutes, 8 G
 soak-texts: $(WITH)test  ## load 20,000 damaged files of JSON and CSV; 5 minutes, ARGS="--seed 20000"
 	$(BIN)/python -m benchmarks.trials.text_fuzz $(ARGS)
 
-check: $(WITH)check $(PROTO_STAMP)  ## lint, formatting, types, generated code
+check: $(WITH)check $(PROTO_STAMP)  ## lint, formatting, types, generated code, the chart
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/pytest -q -m checkers -n 0 tests/unit/project/test_editable_install.py
 	$(PROTO)/bin/python protos/generate.py --check
+	$(BIN)/helm lint --quiet --strict runtimes/chart
 
 format: $(WITH)check  ## sort imports and format
 	$(BIN)/ruff check --fix-only .

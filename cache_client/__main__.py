@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -54,6 +54,7 @@ from cache_client.job.arguments import seconds_problems
 from cache_protocol.cli.facts import printable
 from cache_protocol.cli.output import checked_output, size
 from cache_protocol.datasets.dataset_spec import DatasetSpec, parse_bytes
+from cache_protocol.datasets.job_options import with_annotations
 from cache_protocol.datasets.job_settings import asks_for_dataset, spec_from_env
 from cache_protocol.errors import (
     CacheError,
@@ -111,12 +112,16 @@ def load(
     as_json: AsJson = False,
 ) -> None:
     """Load a dataset. Attaches at once if the same version is already loaded."""
-    if from_env and allow_empty and not asks_for_dataset(os.environ):
+    environ, of_job = with_annotations(os.environ if from_env else {})
+    of_job.refuse_size()
+    if from_env and allow_empty and not asks_for_dataset(environ):
         print("nothing to load: no dataset in the environment", file=sys.stderr)
         return
     options = {"sql": sql, "replicas": replicas}
     given = {name: value for name, value in options.items() if value is not None}
-    client, wanted = _load_arguments(spec, source or [], given, from_env, endpoint, timeout_s)
+    client, wanted = _load_arguments(
+        spec, source or [], given, environ if from_env else None, endpoint, timeout_s
+    )
     try:
         info = client.load(
             wanted, wait=wait, progress=not as_json, timeout_s=timeout_s, refresh=refresh
@@ -132,12 +137,12 @@ def _load_arguments(
     name: str | None,
     source: list[str],
     options: dict[str, Any],
-    from_env: bool,
+    environ: Mapping[str, str] | None,
     endpoint: str | None,
     timeout_s: float | None,
 ) -> tuple[CacheClient, DatasetSpec]:
     """The cache and the spec; one error names every bad setting."""
-    if (name is None) != from_env:
+    if (name is None) != (environ is not None):
         raise ConfigError("give either a SPEC file or --from-env, or a NAME and a SOURCE")
     if options and not source:
         raise ConfigError(f"{', '.join(f'--{option}' for option in options)} needs a SOURCE")
@@ -145,7 +150,7 @@ def _load_arguments(
 
     def spec() -> DatasetSpec:
         if name is None:
-            return spec_from_env(os.environ)
+            return spec_from_env(environ or {})
         return DatasetSpec(name, source, **options) if source else DatasetSpec.from_yaml(name)
 
     return _cache_and_spec(problems, endpoint, spec)

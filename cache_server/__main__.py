@@ -21,6 +21,7 @@ import typer
 from cache_protocol.cli.load_bar import progress_bar
 from cache_protocol.cli.output import checked_output, version_option
 from cache_protocol.datasets.dataset_spec import DatasetSpec, parse_bytes
+from cache_protocol.datasets.job_options import JobOptions, with_annotations
 from cache_protocol.datasets.job_settings import asks_for_dataset, spec_from_env
 from cache_protocol.errors import (
     CacheError,
@@ -103,6 +104,7 @@ def serve(
     **settings: Any,
 ) -> None:
     """Run one cache node. Prints one line of JSON when it listens."""
+    environ, options = with_annotations(os.environ if load_from_env else {})
     problems: list[str] = []
     checked(problems, lambda: _set_up_logging(log_level))
     checked(problems, lambda: _check_exit_code(signal_exit_code))
@@ -119,10 +121,11 @@ def serve(
             }
         ),
     )
+    config = config and _with_options(config, options)
     loads = load_from_env and (config is None or config.is_coordinator)
     spec = None
-    if loads and asks_for_dataset(os.environ):
-        spec = checked(problems, lambda: spec_from_env(os.environ))
+    if loads and asks_for_dataset(environ):
+        spec = checked(problems, lambda: spec_from_env(environ))
     if problems or config is None:
         raise ConfigError("; ".join(problems))
     if loads and spec is None:
@@ -277,6 +280,13 @@ def _exit_at_once(error: CacheError | None, code: int) -> NoReturn:
         with suppress(OSError):  # the reader is gone
             stream.flush()
     os._exit(code)
+
+
+def _with_options(config: NodeConfig, options: JobOptions) -> NodeConfig:
+    """The settings of a node with the size that its job gave it."""
+    options.fits(nodes=config.num_nodes, memory_bytes=config.container_memory_limit_bytes)
+    memory = options.memory_bytes
+    return config.model_copy(update={"container_memory_limit_bytes": memory}) if memory else config
 
 
 def _spec_to_load(path: Path | None, from_env: bool) -> DatasetSpec | None:

@@ -29,6 +29,7 @@ from kubeflow.trainer import (
 )
 
 from cache_protocol.datasets.job_settings import spec_from_env
+from cache_runtimes.sdk import cache_options
 
 RUNNING, COMPLETE = "Running", "Complete"
 
@@ -123,6 +124,13 @@ def main() -> None:
             resources_per_node={"cpu": arguments.cpu, "memory": arguments.memory}
             | ({"gpu": arguments.gpu} if arguments.gpu else {}),
         ),
+        options=[
+            cache_options(
+                runtime=arguments.runtime,
+                columns=columns_of(arguments),
+                replicas=arguments.replicas,
+            )
+        ],
     )
     print(f"TrainJob {name} is created", flush=True)
     # The trainers start when the cache is loaded.
@@ -131,6 +139,11 @@ def main() -> None:
         print(line, flush=True)
     client.wait_for_job_status(name, timeout=arguments.timeout_s)
     print(f"TrainJob {name} is complete")
+
+
+def columns_of(arguments: argparse.Namespace) -> list[str]:
+    """The columns that the training reads: no others are cached."""
+    return [*arguments.key.split(","), *arguments.features.split(","), arguments.target]
 
 
 def dataset_initializer(
@@ -172,6 +185,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--role-arn", help="that the cache pods take on")
     parser.add_argument("--runtime", default="torch-distributed-data-cache")
     parser.add_argument("--num-data-nodes", type=int, default=2)
+    parser.add_argument("--replicas", type=int, help="cache nodes that hold each row")
     parser.add_argument("--num-nodes", type=int, default=2, help="machines that train")
     parser.add_argument("--cpu", type=int, default=1, help="of each of them")
     parser.add_argument("--gpu", type=int, default=0)

@@ -14,6 +14,7 @@ this is the only module of this package that reads the environment. It opens no 
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import multiprocessing
 import os
@@ -22,9 +23,9 @@ import socket
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from cache_protocol.errors import ConfigError
+from cache_protocol.errors import ConfigError, short
 from cache_protocol.wire.credentials import Credentials, find_token
 
 # The coordinator of the runtime `torch-distributed-data-cache`: pod 0 of the replicated job
@@ -384,6 +385,25 @@ def find_ready_deadline_s(deadline_s: float, environ: Mapping[str, str] | None =
     if not 0 < found < math.inf:
         raise ConfigError(f"CACHE_READY_DEADLINE_S must be a number of seconds, got {text!r}")
     return max(deadline_s, found)
+
+
+def find_view_options(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """The options of the view for code that names none: ``CACHE_VIEW``, as JSON.
+
+    Raises:
+        ConfigError: the variable is no JSON object; quotes it.
+    """
+    text = (os.environ if environ is None else environ).get("CACHE_VIEW")
+    try:
+        found = json.loads(text) if text else {}
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise ConfigError(
+            f"CACHE_VIEW must be the options of a View as JSON, such as "
+            f'{{"where": "price > 100"}}, got {short(repr(text))}'
+        )
+    return found
 
 
 def find_credentials(

@@ -70,7 +70,7 @@ class CacheIterableDataset(RankBatches):
         batch_size: rows of this rank in a full step.
         columns: to read, in this order; default: all. ``address.zip`` is one field of a struct.
         view: what to read other than each row once: a filter, a split, weights, packed sequences,
-            and others.
+            and others; default: the options in ``CACHE_VIEW``, as JSON.
         cache: how to reach the cache: a `Connection`, or its endpoint ``grpc://HOST:PORT``;
             default: ``CACHE_ENDPOINT``, else the cache of this TrainJob.
         stack: new name -> columns; each becomes one ``[B, n]`` tensor in their place, of the

@@ -22,7 +22,13 @@ from cache_client.job.arguments import (
 )
 from cache_client.job.connection import Access, Connection, access_to
 from cache_client.job.parallel_groups import data_parallel_rank
-from cache_client.job.ranks import Rank, find_job, find_rank, is_of_one_process
+from cache_client.job.ranks import (
+    Rank,
+    find_job,
+    find_rank,
+    find_view_options,
+    is_of_one_process,
+)
 from cache_client.order.audit_record import AUDIT_MODES, AuditMode
 from cache_client.order.order import EpochOrder, StepPlan
 from cache_client.reading.window_sizes import MESSAGE_BYTES, WindowSizes
@@ -186,7 +192,8 @@ def checked_config(
     problems = argument_problems(
         name, columns, stack, batch_format=batch_format, transform=transform
     )
-    asked, fetched = view or View(), reading or Reading()
+    fetched = reading or Reading()
+    asked = view or checked(problems, _view_of_environment) or View()
     if not isinstance(asked, View):
         problems.append(f"view must be a View, got {view!r}")
     else:
@@ -243,6 +250,14 @@ def checked_config(
         audit=audit,
         skip_steps=skip_steps,
     )
+
+
+def _view_of_environment() -> View:
+    options = find_view_options()
+    try:
+        return View(**options)
+    except (TypeError, ConfigError) as error:
+        raise ConfigError(f"CACHE_VIEW: {error}") from None
 
 
 def moved_arguments() -> dict[str, str]:

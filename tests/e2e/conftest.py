@@ -21,6 +21,7 @@ pytest.register_assert_rewrite("tests.e2e.jobs")
 
 _number = itertools.count()
 _RESTRICTED = {"pod-security.kubernetes.io/enforce": "restricted"}
+SHARED = "data-cache-system"
 FLAGSHIP = "torch-distributed-data-cache"
 _RUNTIMES = (
     *(FLAGSHIP, "torch-distributed-data-cache-colocated"),
@@ -77,31 +78,40 @@ def other_namespace(cluster: Cluster) -> Iterator[str]:
 
 
 @pytest.fixture
-def shared_cache(cluster: Cluster) -> Iterator[None]:
+def no_shared_cache_afterwards(cluster: Cluster) -> Iterator[None]:
+    """Deletes the shared cache after a test that made one."""
+    yield
+    # First the pods: a namespace with them looks again after half of their long grace period.
+    cluster.delete("StatefulSet", "data-cache", SHARED)
+    cluster.wait(
+        SHARED,
+        lambda: not [pod for pod in cluster.pods(SHARED) if "-test" not in pod["metadata"]["name"]],
+        "the end of the nodes of the shared cache",
+    )
+    cluster.delete("Namespace", SHARED)
+    cluster.release_claims(SHARED)
+    cluster.wait(  # the next test makes it again
+        SHARED,
+        lambda: cluster.get("Namespace", SHARED, "") is None,
+        "the end of the shared cache",
+    )
+
+
+def ready_nodes(cluster: Cluster) -> int:
+    """How many nodes of the shared cache are ready."""
+    found = cluster.get("StatefulSet", "data-cache", SHARED) or {}
+    return int(found.get("status", {}).get("readyReplicas") or 0)
+
+
+@pytest.fixture
+def shared_cache(cluster: Cluster, no_shared_cache_afterwards: None) -> None:
     """The shared cache, which is deleted afterwards."""
     objects = manifests("shared")
     (cache,) = (each for each in objects if each["kind"] == "StatefulSet")
     # The source is a folder here, which a shared cache does not read by default.
     cache["spec"]["template"]["spec"]["containers"][0]["args"].append("--allow-source=")
     cluster.apply(*objects)
-    cluster.wait(
-        "data-cache-system",
-        lambda: (
-            (cluster.get("StatefulSet", "data-cache", "data-cache-system") or {})
-            .get("status", {})
-            .get("readyReplicas")
-            == 2
-        ),
-        "the shared cache",
-    )
-    yield
-    cluster.delete("Namespace", "data-cache-system")
-    cluster.release_claims("data-cache-system")
-    cluster.wait(  # the next test makes it again
-        "data-cache-system",
-        lambda: cluster.get("Namespace", "data-cache-system", "") is None,
-        "the end of the shared cache",
-    )
+    cluster.wait(SHARED, lambda: ready_nodes(cluster) == 2, "the shared cache")
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from typing import Any
@@ -38,6 +39,16 @@ def job_of(name: str, script: str, *, container: Json | None = None, **fields: A
         made["volumeMounts"] = STATE["mounts"]
     ancestor = "trainer" if name == "node" else None
     return replicated_job(name, made, ancestor=ancestor, securityContext=_ALLOWED, **fields)
+
+
+def without_gang(runtime: Json) -> Json:
+    """As the overlay for the default scheduler makes it."""
+    made = copy.deepcopy(runtime)
+    made["metadata"]["name"] += "-default-scheduler"
+    del made["spec"]["podGroupPolicy"]
+    job = made["spec"]["template"]["spec"]["replicatedJobs"][0]
+    del job["template"]["spec"]["template"]["spec"]["schedulerName"]
+    return made
 
 
 def grant(cluster: Cluster, namespace: str, *kinds: str) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 
 from tests.e2e.clusters import Cluster, manifests
 from tests.e2e.conftest import MakeJob
-from tests.e2e.jobs import assert_complete, wait_for_end, wait_for_step
+from tests.e2e.jobs import assert_complete, wait_for_end, wait_for_step, without_gang
 
 Json = dict[str, Any]
 
@@ -130,16 +129,6 @@ def test_the_cache_may_be_a_sidecar_of_every_trainer(
     ]
     cluster.apply(made, namespace=namespace)
     assert_complete(cluster, namespace)
-
-
-def without_gang(runtime: Json) -> Json:
-    """As the overlay for the default scheduler makes it."""
-    made = copy.deepcopy(runtime)
-    made["metadata"]["name"] += "-default-scheduler"
-    del made["spec"]["podGroupPolicy"]
-    job = made["spec"]["template"]["spec"]["replicatedJobs"][0]
-    del job["template"]["spec"]["template"]["spec"]["schedulerName"]
-    return made
 
 
 @pytest.mark.usefixtures("shared_cache")

@@ -111,6 +111,14 @@ def test_an_s3_dataset_of_the_sdk_is_cached_and_trained_on(
         )
     assert job["spec"]["initializer"]["dataset"]["storageUri"] == "s3://warehouse/tpch/lineitem/"
     assert variables(job)["ENDPOINT"] == s3.endpoint
+    ((patched,),) = (
+        patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+        for patch in job["spec"]["runtimePatches"]
+    )
+    assert patched["template"]["spec"]["template"]["metadata"]["annotations"] == {
+        "trainer-data-cache/columns": "l_orderkey,l_linenumber,l_quantity,l_discount,l_tax,"
+        "l_extendedprice"
+    }
     assert_every_row_once(printed.splitlines(), table, epochs=1, ranks=2)
     assert s3.secrets["secret_access_key"] not in str(done)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 import shutil
 import signal
@@ -20,6 +21,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from cache_client import CacheClient, CacheIterableDataset, Connection, DatasetNotFoundError
+from cache_protocol.datasets.job_options import FILE_VARIABLE, PREFIX
 from cache_server import LocalCluster
 from tests import forked_python
 from tests.conftest import numbered_table, write_numbered
@@ -456,6 +458,65 @@ def test_a_trainer_that_starts_before_the_nodes_waits_for_the_load(
         )
         second.start()
         assert trainer.result(WAIT_S).num_rows == NUM_ROWS
+
+
+# -- annotations of a pod --------------------------------------------------------------------------
+
+
+def annotated(folder: Path, **options: str) -> dict[str, str]:
+    """The variable of a pod with these annotations."""
+    path = folder / "annotations"
+    lines = [f"{PREFIX}{name}={json.dumps(text)}\n" for name, text in options.items()]
+    path.write_text("".join(lines), encoding="utf-8")
+    return {FILE_VARIABLE: str(path)}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"sqll": "SELECT 1"}, "trainer-data-cache/sqll is unknown"),
+        ({"nodes": "3"}, "trainer-data-cache/nodes=3: the runtime has 2 cache pods"),
+        ({"memory": "9Gi"}, "trainer-data-cache/memory=9Gi: the cache pods of the runtime have"),
+    ],
+)
+def test_a_wrong_annotation_ends_any_node_with_65(
+    options: dict[str, str], words: str, tmp_path: Path, source: Path
+) -> None:
+    arguments = ("--num-nodes=2", "--container-memory-limit=8GiB", "--coordinator=127.0.0.9:50052")
+    done = forked_python.run(
+        [sys.executable, "-m", "cache_server", "serve", f"--cache-dir={tmp_path / 'cache'}",
+         "--load-from-env", *arguments],
+        capture_output=True, text=True, timeout=60, check=False, stdin=subprocess.DEVNULL,
+        env=clean_environ(**of_folder(source), **annotated(tmp_path, **options)),
+    )  # fmt: skip
+    assert done.returncode == 65
+    assert words in done.stderr.splitlines()[-1]
+
+
+def test_annotations_say_what_a_node_loads_and_how_much_memory_it_has(
+    tmp_path: Path, source: Path
+) -> None:
+    options = annotated(tmp_path, filter='"row" < 30', memory="2Gi", nodes="1")
+    limit = ("--container-memory-limit", "8GiB")
+    with env_nodes(tmp_path, 1, *limit, **of_folder(source), **options) as (node,):
+        node.start()
+        node.wait_until_ready()
+        client = CacheClient(node.endpoint)
+        assert client.describe("table").num_rows == 30
+        (info,) = client.nodes()
+        assert info.memory_limit_bytes == 1 << 30
+
+
+def test_cachectl_takes_the_annotations_of_its_pod_but_no_size(
+    cluster: LocalCluster, dataset_name: str, source: Path, tmp_path: Path
+) -> None:
+    at = {"CACHE_ENDPOINT": cluster.endpoint, "CACHE_DATASET": dataset_name, **of_folder(source)}
+    done = cachectl(**at, **annotated(tmp_path, filter='"row" < 30'))
+    assert done.returncode == 0, done.stderr
+    assert "rows         30" in done.stdout
+    sized = cachectl("--allow-empty", **at, **annotated(tmp_path, nodes="2"))
+    assert sized.returncode == 65
+    assert "trainer-data-cache/nodes=2: the shared cache has the size" in sized.stderr
 
 
 # -- cachectl load --from-env ----------------------------------------------------------------------

@@ -272,8 +272,8 @@ def _spec_arguments(
     for name, argument in _SPEC_ARGUMENTS.items():
         if name not in given:
             continue
-        value = _parsed(name, given[name])
-        wrong = _refusal(**{argument: value})
+        value = parsed(name, given[name])
+        wrong = refusal(**{argument: value})
         if name == "IGNORE_PATTERNS" and re.fullmatch(r"\[\s*['\"].*['\"]\s*\]", given[name]):
             wrong = "must be patterns separated by commas, not a list"
         if wrong is None:
@@ -305,14 +305,15 @@ def _check_format(
     if only == "iceberg":
         arguments["format"] = only
     of_table = only or format
-    if "ignore" in arguments and _refusal(format=of_table, ignore=arguments["ignore"]):
+    if "ignore" in arguments and refusal(format=of_table, ignore=arguments["ignore"]):
         problems.append(
             f"{_quoted(given, 'IGNORE_PATTERNS')}: only for files, and {of_table} says itself "
             "which ones are its own"
         )
 
 
-def _parsed(name: str, text: str) -> Any:
+def parsed(name: str, text: str) -> Any:
+    """The value of a variable's text, for `DatasetSpec`, which checks it."""
     if name == "CACHE_COLUMNS":
         return [item.strip() for item in text.split(",")]
     if name == "IGNORE_PATTERNS":
@@ -328,13 +329,13 @@ def _parsed(name: str, text: str) -> Any:
 def _name(given: Mapping[str, str], place: _Place | None, problems: list[str]) -> str:
     name = given.get("CACHE_DATASET")
     if name is not None:
-        if wrong := _refusal(name=name):
+        if wrong := refusal(name=name):
             problems.append(f"{_quoted(given, 'CACHE_DATASET')}: {wrong}")
         return name
     if place is None:
         return ""
     name = place.name if place.name is not None else _last_part(place.source)
-    if _refusal(name=name):
+    if refusal(name=name):
         problems.append(
             f"CACHE_DATASET is missing: {_quoted(given, 'STORAGE_URI')} makes no name of a dataset"
         )
@@ -359,7 +360,7 @@ def _last_part(source: str) -> str:
     return last.stem if last.suffix.lower() in FILE_SUFFIXES else last.name
 
 
-def _refusal(name: str = "probe", source: str = "/probe", **arguments: Any) -> str | None:
+def refusal(name: str = "probe", source: str = "/probe", **arguments: Any) -> str | None:
     """Why `DatasetSpec` refuses a value; None if it accepts it."""
     try:
         DatasetSpec(name, source, **arguments)
@@ -386,7 +387,7 @@ def _wrong_uri(uri: str, schemes: Mapping[str, str]) -> str | None:
         return "must name a bucket or a host"
     if match[1].lower() == "file" and not (parts.netloc or parts.path):
         return "must name a file or a folder"
-    return _refusal(source=_PASSWORD.sub(r"://\1@", uri))
+    return refusal(source=_PASSWORD.sub(r"://\1@", uri))
 
 
 def _split(uri: str) -> tuple[str, str]:

@@ -4,7 +4,7 @@ Exit codes, never 0; the last line on standard error is the reason:
 
 - 143 after SIGTERM or SIGINT: every object is removed, or left for the next pod after an eviction
 - 78 (EX_CONFIG): a bad setting, of this pod or of a cache pod
-- 65 (EX_DATAERR): bad data, of this pod or of a cache pod
+- 65 (EX_DATAERR): bad data, of this pod or of a cache pod; a bad annotation of this pod
 - 1: any other error
 """
 
@@ -17,7 +17,7 @@ import sys
 import threading
 from pathlib import Path
 
-from cache_protocol.errors import CacheError, ConfigError, LoadError
+from cache_protocol.errors import CacheError, ConfigError, LoadError, RequestError
 from cache_runtimes.initializer.cache_health import EXIT_CONFIG, EXIT_DATA
 from cache_runtimes.initializer.cluster import Cluster, connect
 from cache_runtimes.initializer.program import run
@@ -47,7 +47,7 @@ def main() -> None:
         print(f"initializer: {type(error).__name__}: {message}", file=sys.stderr)
         if isinstance(error, ConfigError):
             sys.exit(EXIT_CONFIG)
-        sys.exit(EXIT_DATA if isinstance(error, LoadError) else EXIT_FAILURE)
+        sys.exit(EXIT_DATA if isinstance(error, LoadError | RequestError) else EXIT_FAILURE)
     print(f"initializer: {ending.value}", file=sys.stderr)
     # Never 0: the Job would count a deleted pod as finished, and not replace it.
     sys.exit(EXIT_TERMINATED)

@@ -238,6 +238,11 @@ def _environment(settings: Settings, names: Names, train_job: Json) -> Json:
     if dataset.get("storageUri") and "STORAGE_URI" not in {each["name"] for each in theirs}:
         # As Trainer does: a variable of the dataset overrides its storageUri.
         theirs.insert(0, {"name": "STORAGE_URI", "value": dataset["storageUri"]})
+    # Kubernetes reads "$$" as a dollar sign.
+    theirs += [
+        {"name": name, "value": value.replace("$", "$$")}
+        for name, value in settings.options.variables().items()
+    ]
     secret = dataset.get("secretRef")
     _check_dataset(settings, theirs, {variable["name"] for variable in own}, secret)
     if settings.iam_role is not None:

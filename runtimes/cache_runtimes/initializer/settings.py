@@ -20,8 +20,9 @@
     CACHE_FAILURE_GRACE_S             30            see `Settings.failure_grace_s`
     CACHE_PROGRESS_S                  5             the longest silence of the log while it waits
 
-`cache_protocol.datasets.job_settings` has the variables of the dataset. An empty variable is
-absent.
+`cache_protocol.datasets.job_settings` has the variables of the dataset, and `job_options` the
+annotations of this pod: ``nodes`` stands for CLUSTER_SIZE less one, ``memory`` for WORKER_MEM. An
+empty variable is absent.
 """
 
 from __future__ import annotations
@@ -35,13 +36,14 @@ from pathlib import Path
 
 from kubernetes.utils.quantity import parse_quantity
 
+from cache_protocol.datasets.job_options import PREFIX, JobOptions, with_annotations
 from cache_protocol.datasets.job_settings import (
     OF_ACCESS,
     VARIABLES,
     asks_for_dataset,
     spec_from_env,
 )
-from cache_protocol.errors import ConfigError
+from cache_protocol.errors import ConfigError, RequestError
 from cache_protocol.storage.memory_budget import MIN_SHARD_BYTES, shard_bytes
 
 DEFAULT_CLUSTER_SIZE = 3
@@ -71,6 +73,7 @@ class Settings:
             settings cannot be read) before the run fails.
         dataset: the variables of the dataset in this environment; not shown, some are secrets.
         head_variables: the ignored variables of a head.
+        options: those of the annotations of this pod.
     """
 
     train_job: str
@@ -89,6 +92,7 @@ class Settings:
     progress_s: float
     head_variables: tuple[str, ...]
     dataset: Mapping[str, str] = field(repr=False)
+    options: JobOptions = field(default_factory=JobOptions)
 
     @property
     def what_to_cache(self) -> frozenset[str]:
@@ -109,8 +113,10 @@ def from_env(environ: Mapping[str, str], *, own_namespace: str | None = None) ->
 
     Raises:
         ConfigError: quoting every bad setting and every bad variable of the dataset.
+        RequestError: quoting every bad annotation.
     """
-    given = _Given(environ)
+    environ, options = with_annotations(environ)
+    given = _Given({**environ, **_size_of(options, environ)})
     readiness = ReadinessProbe(
         given.whole("READINESS_INITIAL_DELAY_SECONDS", 5, least=0),
         given.whole("READINESS_PERIOD_SECONDS", 10),
@@ -136,6 +142,7 @@ def from_env(environ: Mapping[str, str], *, own_namespace: str | None = None) ->
         progress_s=given.seconds("CACHE_PROGRESS_S", 5.0),
         head_variables=tuple(name for name in ("HEAD_CPU", "HEAD_MEM") if environ.get(name)),
         dataset={name: environ[name] for name in VARIABLES if environ.get(name)},
+        options=options,
     )
     if asks_for_dataset(environ):
         try:
@@ -145,6 +152,19 @@ def from_env(environ: Mapping[str, str], *, own_namespace: str | None = None) ->
     if given.problems:
         raise ConfigError("bad settings: " + "; ".join(given.problems))
     return settings
+
+
+def _size_of(options: JobOptions, environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables of the size that annotations ask for."""
+    nodes = "" if options.nodes is None else str(options.nodes + 1)
+    asked = {"nodes": ("CLUSTER_SIZE", nodes), "memory": ("WORKER_MEM", options.memory or "")}
+    for name, (variable, value) in asked.items():
+        if value and environ.get(variable) not in (None, "", value):
+            raise RequestError(
+                f"bad annotations of the pod: {PREFIX}{name}={getattr(options, name)} and "
+                f"{variable}={environ[variable]!r} are two sizes: give one of them"
+            )
+    return {variable: value for variable, value in asked.values() if value}
 
 
 class _Given:

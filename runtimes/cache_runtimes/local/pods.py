@@ -11,6 +11,7 @@ environment are therefore rewritten:
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -59,6 +60,12 @@ class Pod:
     def spec(self) -> Json:
         """Its pod spec."""
         return pod_spec(self.job)
+
+    @property
+    def annotations(self) -> dict[str, str]:
+        """Those that its template gives it."""
+        template = self.job["template"]["spec"]["template"]
+        return (template.get("metadata") or {}).get("annotations") or {}
 
 
 @dataclass(frozen=True)
@@ -191,7 +198,7 @@ class VolumeFile(NamedTuple):
 def volume_files(
     volume: Json, pod: Pod, secrets: Objects, config_maps: Objects
 ) -> dict[str, VolumeFile]:
-    """Each file of a Secret's or a ConfigMap's volume, by its path; nothing for an emptyDir.
+    """Each file of a volume of a Secret, a ConfigMap or annotations, by its path; else nothing.
 
     Raises:
         ConfigError: naming the object or the key that is absent, or the path that is not below the
@@ -201,6 +208,15 @@ def volume_files(
         kind, name, known = "Secret", source["secretName"], secrets
     elif source := volume.get("configMap"):
         kind, name, known = "ConfigMap", source["name"], config_maps
+    elif source := volume.get("downwardAPI"):
+        # As a kubelet writes them, which escapes as Go does.
+        lines = [
+            f"{name}={json.dumps(text, ensure_ascii=False)}\n"
+            for name, text in sorted(pod.annotations.items())
+        ]
+        return {
+            each["path"]: VolumeFile.of("".join(lines), each, source) for each in source["items"]
+        }
     else:
         return {}
     values = _known(known, name, f"{pod.name} needs the {kind}")
@@ -328,7 +344,12 @@ def _memory_limit(container: Json, where: str) -> str:
     limit = ((container.get("resources") or {}).get("limits") or {}).get("memory")
     if limit is None:
         raise UnsupportedFieldError(f"run-local does not support {where}: limits.memory=None")
-    return str(int(parse_quantity(str(limit))))
+    return str(bytes_of(limit))
+
+
+def bytes_of(quantity: object) -> int:
+    """A quantity of memory in bytes."""
+    return int(parse_quantity(str(quantity)))
 
 
 def _expanded(text: str, env: Mapping[str, str]) -> str:

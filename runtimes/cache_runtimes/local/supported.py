@@ -75,6 +75,13 @@ _POD = _fields(
         *("name", "emptyDir"),
         secret=_fields("secretName", "defaultMode", items=_ITEMS),
         configMap=_fields("name", "defaultMode", items=_ITEMS),
+        downwardAPI=_fields(
+            "defaultMode",
+            items={
+                **_fields("path", "mode"),
+                "fieldRef": _fields("apiVersion", fieldPath=("metadata.annotations",)),
+            },
+        ),
         # Who a pod is: the token of the run takes its place.
         projected=_fields(
             "defaultMode",

@@ -53,6 +53,23 @@ are those of kustomize: `manifests/` has links to their folders.
 {{- end -}}
 {{- end -}}
 
+{{/* The part of a memory limit for shards: all but the larger of 1 GiB and a quarter. */}}
+{{- define "cache.shardSize" -}}
+{{- $unit := regexFind "[MGT]i$" . -}}
+{{- $kib := mul (trimSuffix $unit .) (get (dict "Mi" 1024 "Gi" 1048576 "Ti" 1073741824) $unit) -}}
+{{- if lt $kib (mul 1088 1024) -}}
+  {{- fail (printf "cache.memory: %s leaves no memory for rows, must be at least 1088Mi" .) -}}
+{{- end -}}
+{{- $shards := sub $kib (max 1048576 (div $kib 4)) -}}
+{{- if eq 0 (mod $shards 1048576 | int) -}}
+{{ div $shards 1048576 }}Gi
+{{- else if eq 0 (mod $shards 1024 | int) -}}
+{{ div $shards 1024 }}Mi
+{{- else -}}
+{{ $shards }}Ki
+{{- end -}}
+{{- end -}}
+
 {{/* The pods that hold the cache: their number, memory and machines. */}}
 {{- define "cache.adjustCache" -}}
 {{- $cache := .values.cache -}}
@@ -69,10 +86,10 @@ are those of kustomize: `manifests/` has links to their folders.
     {{- $_ := set .resources.limits "memory" $cache.memory -}}
   {{- end -}}
 {{- end -}}
-{{- if $cache.shardBytes -}}
+{{- if $cache.memory -}}
   {{- range $spec.volumes -}}
     {{- if eq .name "initializer" -}}
-      {{- $_ := set .emptyDir "sizeLimit" $cache.shardBytes -}}
+      {{- $_ := set .emptyDir "sizeLimit" (include "cache.shardSize" $cache.memory) -}}
     {{- end -}}
   {{- end -}}
 {{- end -}}
@@ -111,8 +128,7 @@ are those of kustomize: `manifests/` has links to their folders.
 {{- $_ := unset $cache "restartPolicy" -}}
 {{- $_ := unset $cache "restartPolicyRules" -}}
 {{- $_ := unset $job "podFailurePolicy" -}}
-{{- $rule := index .jobset.failurePolicy.rules 0 -}}
-{{- $_ := set $rule "onJobFailureReasons" (list "BackoffLimitExceeded") -}}
+{{- $_ := set $job "backoffLimit" 3 -}}
 {{- end -}}
 
 {{/* A pod without tokens: every caller may do everything. */}}

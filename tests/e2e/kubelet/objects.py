@@ -39,12 +39,13 @@ def runner_pod(pod: Json, address: str) -> Pod:
                 variable["value"] = _field(pod, source["fieldRef"]["fieldPath"], address)
                 del variable["valueFrom"]
     annotations = pod["metadata"].get("annotations") or {}
+    template = {"metadata": {"annotations": annotations}, "spec": spec}
     return Pod(
         jobset=spec.get("subdomain") or "",
         namespace=pod["metadata"]["namespace"],
         name=spec.get("hostname") or pod["metadata"]["name"],
         address=address,
-        job={"name": "", "template": {"spec": {"template": {"spec": spec}}}},
+        job={"name": "", "template": {"spec": {"template": template}}},
         index=int(annotations.get(_INDEX, 0)),
     )
 

@@ -58,6 +58,6 @@ def _files(
         return {source["path"]: VolumeFile.of(token, {}, {})}
     if "persistentVolumeClaim" in volume:
         return {}
-    if not volume.keys() & {"emptyDir", "secret", "configMap"}:
+    if not volume.keys() & {"emptyDir", "secret", "configMap", "downwardAPI"}:
         raise UnsupportedPodError(f"volume {volume}")
     return volume_files(volume, pod, secrets, config_maps)

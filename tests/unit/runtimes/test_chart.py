@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +11,11 @@ import pytest
 import yaml
 
 from cache_runtimes import MANIFESTS
-from tests.kustomize import QUICK, build, customised
+from tests.helm import helm
+from tests.kustomize import build, customised
 from tests.manifests import (
     CACHE_COMMAND,
+    POD_RULES,
     container_named,
     containers,
     job_named,
@@ -28,22 +28,8 @@ from tests.runtime_rules import problems
 Json = dict[str, Any]
 
 MONITORING = MANIFESTS.parent / "docs/monitoring"
-HELM = Path(sys.executable).with_name("helm")
 FLAGSHIP = "torch-distributed-data-cache"
 CACHE = f"ClusterTrainingRuntime/{FLAGSHIP}"
-
-
-def helm(*values: str) -> dict[str, Json]:
-    """The objects of the chart by kind and name; those of a namespace with it."""
-    command = [str(HELM), "template", "data-cache", str(MANIFESTS / "chart")]
-    for value in values:
-        command += ["--set-json", value]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=QUICK)
-    assert done.returncode == 0, done.stderr
-    built = [thing for thing in yaml.load_all(done.stdout, yaml.CSafeLoader) if thing]
-    found = {f"{thing['kind']}/{thing['metadata']['name']}": thing for thing in built}
-    assert len(found) == len(built)
-    return found
 
 
 def test_the_defaults_are_those_of_kustomize() -> None:
@@ -156,7 +142,7 @@ def test_monitoring_is_that_of_its_kustomization() -> None:
         (),
         ('shared.tls.secretName="tls"', 'shared.tls.caConfigMap="ca"'),
         ("openshift=true",),
-        ("startTogether=true", "cache.nodes=7", 'cache.memory="64Gi"', 'cache.shardBytes="48Gi"'),
+        ("startTogether=true", "cache.nodes=7", 'cache.memory="64Gi"'),
         ('jobNetworkPolicyNamespaces=["a"]', 'initializerNamespaces=["a"]'),
         (
             'runtimes=["deepspeed-data-cache","jax-distributed-data-cache",'
@@ -169,6 +155,30 @@ def test_every_object_keeps_the_rules(values: tuple[str, ...]) -> None:
     built = helm(*values)
     assert built
     assert {name: problems(thing) for name, thing in built.items() if problems(thing)} == {}
+
+
+@pytest.mark.parametrize("tls", ["", "data-cache-tls"])
+def test_the_pod_of_helm_test_keeps_the_rules_and_reaches_the_shared_cache(tls: str) -> None:
+    built = helm(f'shared.tls.secretName="{tls}"', with_tests=True)
+    pod = built.pop("Pod/data-cache-test")
+    assert built == helm(f'shared.tls.secretName="{tls}"')
+    job = {"kind": "Job", "metadata": pod["metadata"], "spec": {"template": pod}}
+    assert [problem for rule in POD_RULES for problem in rule(job)] == []
+    (container,) = pod["spec"]["containers"]
+    assert container["command"] == ["cachectl"]
+    scheme = "grpc+tls" if tls else "grpc"
+    assert container["args"] == [
+        "doctor",
+        f"--endpoint={scheme}://data-cache.data-cache-system:50051",
+    ]
+    (rule, *_) = built["NetworkPolicy/data-cache"]["spec"]["ingress"]
+    admitted = [
+        each["podSelector"]["matchLabels"] for each in rule["from"] if "podSelector" in each
+    ]
+    assert any(labels.items() <= pod["metadata"]["labels"].items() for labels in admitted)
+    selected = built["NetworkPolicy/data-cache"]["spec"]["podSelector"]["matchLabels"]
+    assert not selected.items() <= pod["metadata"]["labels"].items()  # the Service's, too
+    assert "Pod/data-cache-test" not in helm("shared.enabled=false", with_tests=True)
 
 
 def test_images_and_pull_secrets_reach_every_pod() -> None:
@@ -210,7 +220,6 @@ def test_cache_pods_have_their_size_and_machines() -> None:
     built = helm(
         "cache.nodes=3",
         'cache.memory="64Gi"',
-        'cache.shardBytes="48Gi"',
         'cache.nodeSelector={"pool":"memory"}',
     )
     job = job_named(built[CACHE], "dataset-initializer")

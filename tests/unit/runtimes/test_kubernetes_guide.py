@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 import shlex
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 import cache_runtimes
+from cache_protocol.datasets.job_options import JobOptions
 from cache_protocol.datasets.job_settings import VARIABLES
 from cache_runtimes.initializer.settings import from_env
 from cache_runtimes.local import read_manifests, render
@@ -41,6 +43,16 @@ def test_its_table_names_every_variable() -> None:
     named = set(re.findall(r"`([A-Z][A-Z_]+)`", section("What to cache")))
     assert set(VARIABLES) <= named
     assert named - set(VARIABLES) == {"CACHE_SQ"}  # the slip of the pen that it shows
+
+
+def test_its_options_of_the_sdk_are_those_of_a_job() -> None:
+    named = re.findall(r"`trainer-data-cache/([a-z]+)`", section("With the SDK"))
+    assert named == [each.name for each in fields(JobOptions)]
+    (block,) = [text for text in blocks("yaml") if "annotations:" in text]
+    patch = yaml.safe_load(block)["spec"]["runtimePatches"][0]["trainingRuntimeSpec"]
+    (job,) = patch["template"]["spec"]["replicatedJobs"]
+    annotations = job["template"]["spec"]["template"]["metadata"]["annotations"]
+    assert JobOptions.from_annotations(annotations).annotations() == annotations
 
 
 def test_its_defaults_of_sizes_are_right() -> None:

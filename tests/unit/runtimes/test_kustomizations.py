@@ -18,6 +18,7 @@ from tests.manifests import (
     is_runtime,
     job_named,
     job_set,
+    jobs,
     pod_of,
     pods,
     read,
@@ -114,6 +115,14 @@ def test_a_size_is_one_number_and_another_name(folder: str, size: int, tmp_path:
     assert built == base
 
 
+def unchangeable(runtime: Json) -> Json:
+    """What an installed runtime keeps: the schema of Trainer calls it immutable."""
+    spec = job_set(runtime)
+    fields = ("network", "successPolicy", "failurePolicy", "startupPolicy", "volumeClaimPolicies")
+    kept = {name: spec[name] for name in fields if name in spec}
+    return {**kept, "dependsOn": {job["name"]: job.get("dependsOn") for job in jobs(runtime)}}
+
+
 @pytest.mark.parametrize("folder", IN_JOB)
 def test_before_kubernetes_1_35_the_kubelet_restarts_cache_pods(
     folder: str, tmp_path: Path
@@ -124,6 +133,9 @@ def test_before_kubernetes_1_35_the_kubelet_restarts_cache_pods(
     job = job_named(built, "dataset-initializer")
     assert pod_of(job)["spec"]["restartPolicy"] == "OnFailure"
     assert "podFailurePolicy" not in job["template"]["spec"]
+    base = only(build(MANIFESTS / folder))
+    assert unchangeable(built) == unchangeable(base)
+    assert built["metadata"] == base["metadata"]
     assert not {"restartPolicy", "restartPolicyRules"} & pod_of(job)["spec"]["containers"][0].keys()
     (cache,) = pod_of(job)["spec"]["containers"]
     assert "--signal-exit-code=143" in cache["args"]  # with 0 a drained pod would count as done

@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from cache_protocol.datasets.job_options import FILE_VARIABLE, JobOptions
 from cache_runtimes import MANIFESTS
 from cache_runtimes.local.policies import ContainerExit, after_pod_failure, restarts_in_place
 from cache_server.auth.jwt_tokens import JwtSettings
 from cache_server.auth.principals import Role
 from cache_server.auth.token_file import parse_yaml
 from cache_server.config import NodeConfig
+from tests.kubeflow_backend import import_sdk
 from tests.manifests import (
     CACHE_COMMAND,
     Json,
@@ -226,6 +228,33 @@ def test_a_sidecar_caches_as_the_pods_of_a_job_do() -> None:
     assert sidecar["startupProbe"]["grpc"]["service"] == "ready"
     for same in ("image", "command", "ports", "livenessProbe", "resources", "securityContext"):
         assert sidecar[same] == cache[same]
+
+
+@pytest.mark.parametrize("path", RUNTIMES, ids=name_of)
+def test_the_container_that_loads_sees_the_annotations_of_its_pod(path: Path) -> None:
+    takes = [
+        (pod, container)
+        for _, pod in pods(read(path))
+        for container in containers(pod)
+        if FILE_VARIABLE in {each["name"] for each in container.get("env", ())}
+    ]
+    ((pod, container),) = takes
+    asks = {"--load-from-env", "--from-env"} & set(container.get("args", ()))
+    assert asks or container["command"] == ["python", "-m", "cache_runtimes.initializer"]
+    (mount,) = (each for each in container["volumeMounts"] if each["name"] == "job")
+    (volume,) = (each for each in pod["spec"]["volumes"] if each["name"] == "job")
+    (item,) = volume["downwardAPI"]["items"]
+    assert item["fieldRef"] == {"fieldPath": "metadata.annotations"}
+    assert env_of(container)[FILE_VARIABLE] == f"{mount['mountPath']}/{item['path']}"
+    import_sdk()
+    from cache_runtimes.sdk import checked_job
+
+    # The same container as the SDK's `cache_options` find.
+    assert checked_job(read(path), JobOptions(replicas=2)) == (
+        "node"
+        if path.parent.name == "torch-distributed-data-cache-colocated"
+        else "dataset-initializer"
+    )
 
 
 def start_mpi_node(folder: Path, script: str) -> subprocess.Popen[str]:

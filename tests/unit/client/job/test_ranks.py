@@ -433,6 +433,13 @@ def test_a_deadline_that_is_no_number_of_seconds_is_quoted(given: str) -> None:
         job_ranks.find_ready_deadline_s(60.0, {"CACHE_READY_DEADLINE_S": given})
 
 
+@pytest.mark.parametrize("text", ["where", "[1]", "1", "{"])
+def test_a_view_of_the_environment_that_is_no_object_is_quoted(text: str) -> None:
+    assert job_ranks.find_view_options({}) == job_ranks.find_view_options({"CACHE_VIEW": ""}) == {}
+    with pytest.raises(ConfigError, match="CACHE_VIEW must be the options of a View as JSON"):
+        job_ranks.find_view_options({"CACHE_VIEW": text})
+
+
 # -- the job, and its processes --------------------------------------------------------------------
 
 

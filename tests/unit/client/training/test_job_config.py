@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from cache_client import CacheClient, CacheDataset, CacheIterableDataset
+from cache_client import CacheClient, CacheDataset, CacheIterableDataset, ConfigError, View
 from cache_client.training import job_config
 
 MOST_ARGUMENTS = 24
@@ -44,3 +44,22 @@ def test_all_unknown_arguments_are_named_at_once() -> None:
         CacheIterableDataset("t", where="a", num_workers=2, shufle=1)  # type: ignore[call-arg]
     for words in ("where is now view", "num_workers is an argument of loader()", "shuffle?"):
         assert words in str(caught.value)
+
+
+def test_a_view_of_the_environment_is_checked_and_gives_way_to_that_of_the_code(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refusal(**arguments: object) -> str:
+        with pytest.raises(ConfigError) as caught:
+            # Its batch size, so that no cache is asked.
+            CacheIterableDataset("t", cache="grpc://h:1", batch_size=0, **arguments)  # type: ignore[arg-type]
+        return str(caught.value)
+
+    for text, words in (
+        ('{"wher": "a > 1"}', "CACHE_VIEW: View does not take wher. wher: did you mean where?"),
+        ('{"fold": [3, 2]}', "CACHE_VIEW: fold must be"),
+        ('{"pack": "tokens", "sequence_length": 8}', "batch_format"),
+    ):
+        monkeypatch.setenv("CACHE_VIEW", text)
+        assert words in refusal(batch_format="jax"), text
+        assert words not in refusal(view=View(where="a > 1"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +16,15 @@ from kubernetes.client import (
     V1StatefulSet,
 )
 
+from cache_protocol.datasets.job_options import FILE_VARIABLE, PREFIX
 from cache_protocol.datasets.job_settings import spec_from_env
-from cache_protocol.errors import CacheError, ConfigError, LoadError, NodeUnavailableError
+from cache_protocol.errors import (
+    CacheError,
+    ConfigError,
+    LoadError,
+    NodeUnavailableError,
+    RequestError,
+)
 from cache_protocol.storage.memory_budget import shard_bytes
 from cache_runtimes import MANIFESTS
 from cache_runtimes.initializer.cache_health import Severity, assess, is_disrupted, lacks_pods
@@ -70,6 +78,43 @@ def pod_template(train_job: Json = TRAIN_JOB, **changes: str) -> Json:
 def container_of(train_job: Json = TRAIN_JOB, **changes: str) -> Json:
     (container,) = pod_template(train_job, **changes)["spec"]["containers"]
     return dict(container)
+
+
+def annotations_of(folder: Path, **options: str) -> dict[str, str]:
+    """The environment of an initializer whose pod has these annotations."""
+    lines = [f"{PREFIX}{name}={json.dumps(text)}\n" for name, text in options.items()]
+    (folder / "annotations").write_text("".join(lines))
+    return {FILE_VARIABLE: str(folder / "annotations")}
+
+
+def test_annotations_set_the_size_of_the_cache_and_what_it_holds(tmp_path: Path) -> None:
+    given = annotations_of(tmp_path, nodes="5", memory="3Gi", filter="a > $(b)", replicas="2")
+    settings = settings_of(**given)
+    assert (settings.num_nodes, settings.memory_bytes) == (5, 3 * GIB)
+    container = container_of(**given)
+    variables = {each["name"]: each.get("value") for each in container["env"]}
+    assert variables["CACHE_WORLD_SIZE"] == "5"
+    assert variables["CACHE_FILTER"] == "a > $$(b)"  # Kubernetes fills in nothing
+    assert variables["CACHE_REPLICAS"] == "2"
+    assert container["resources"]["limits"]["memory"] == "3Gi"
+    same = settings_of(**given, CLUSTER_SIZE="6", WORKER_MEM="3Gi")
+    assert same.num_nodes == 5
+
+
+@pytest.mark.parametrize(
+    ("options", "environ", "words"),
+    [
+        ({"nodes": "5"}, {"CLUSTER_SIZE": "3"}, "nodes=5 and CLUSTER_SIZE='3' are two sizes"),
+        ({"memory": "3Gi"}, {"WORKER_MEM": "2Gi"}, "memory=3Gi and WORKER_MEM='2Gi'"),
+        ({"replicas": "2"}, {"CACHE_REPLICAS": "2"}, "replicas and CACHE_REPLICAS"),
+        ({"node": "2"}, {}, "node is unknown"),
+    ],
+)
+def test_annotations_that_cannot_be_are_refused(
+    options: dict[str, str], environ: dict[str, str], words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(RequestError, match=words):
+        settings_of(**annotations_of(tmp_path, **options), **environ)
 
 
 # -- settings --------------------------------------------------------------------------------------
