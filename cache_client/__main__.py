@@ -450,7 +450,10 @@ def diagnose(
     timeout_s: TimeoutS = 20.0,
     as_json: AsJson = False,
 ) -> None:
-    """Say why a TrainJob does not train, and what to do."""
+    """Say why a TrainJob does not train, and what to do.
+
+    Ends with 1 where the TrainJob failed, is absent or has a finding, else with 0.
+    """
     try:
         from cache_runtimes import diagnosis
     except ImportError as error:
@@ -461,12 +464,14 @@ def diagnose(
     found = diagnosis.diagnose(train_job, place, objects)
     if as_json:
         print_json(asdict(found))
-        return
-    print(found.state)
-    for finding in found.findings:
-        print(f"\n{finding.where}: {finding.what}")
-        if finding.remedy:
-            print(f"  {finding.remedy}")
+    else:
+        print(found.state)
+        for finding in found.findings:
+            print(f"\n{finding.where}: {finding.what}")
+            if finding.remedy:
+                print(f"  {finding.remedy}")
+    if not found.is_well:
+        raise typer.Exit(EXIT_FAILURE)
 
 
 def _pair(rule: str, text: str) -> tuple[str, str]:

@@ -104,3 +104,12 @@ def test_a_bad_source_a_suspended_job_and_an_unknown_one_are_named(
     wait_for_finding(cluster, namespace, "bad", "/nowhere/rows", "source or the SQL")
     unknown = diagnosis_of(cluster, namespace, "lineitem")
     assert unknown.state.endswith("TrainJobs there: bad, waiting")
+
+
+def test_a_name_that_is_too_long_is_named_and_the_longest_is_not(
+    cluster: Cluster, namespace: str, make_job: MakeJob
+) -> None:
+    longest, longer = "j" * 33, "j" * 34
+    for name in (longest, longer):
+        cluster.apply(make_job(name, suspend=True), namespace=namespace)
+    wait_for_finding(cluster, namespace, longer, "63", "suspended")

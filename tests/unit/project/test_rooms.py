@@ -108,7 +108,10 @@ PURE_MODULES = (
     "protos/cache_protocol/datasets/secret_settings.py",
     "protos/cache_protocol/datasets/source_options.py",
     "runtimes/cache_runtimes/initializer/plan.py",
-    "runtimes/cache_runtimes/diagnosis/findings.py",
+    *(
+        f"runtimes/cache_runtimes/diagnosis/{name}.py"
+        for name in ("causes", "findings", "owned", "remedies")
+    ),
     "runtimes/cache_runtimes/initializer/cache_health.py",
     "runtimes/cache_runtimes/local/pods.py",
     "runtimes/cache_runtimes/local/policies.py",
