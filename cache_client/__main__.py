@@ -15,8 +15,6 @@ import typer.core
 import yaml
 
 from cache_client.cli.app import (
-    EXIT_CONFIG,
-    EXIT_DATA,
     EXIT_FAILURE,
     EXIT_NOT_SHOWN,
     AsJson,
@@ -51,6 +49,7 @@ from cache_client.control.client import MAX_MEMORY_BYTES, MAX_NODES, CacheClient
 from cache_client.control.forecast import forecast_facts, query_facts
 from cache_client.control.infos import DatasetInfo, OrphanInfo
 from cache_client.job.arguments import seconds_problems
+from cache_protocol.cli.exits import exit_code, tell
 from cache_protocol.cli.facts import printable
 from cache_protocol.cli.output import checked_output, size
 from cache_protocol.datasets.dataset_spec import DatasetSpec, parse_bytes
@@ -59,7 +58,6 @@ from cache_protocol.errors import (
     CacheError,
     ConfigError,
     LoadError,
-    RequestError,
     checked,
     missing_package,
     some_of,
@@ -485,20 +483,16 @@ def main() -> None:
     """Runs the command; turns a CacheError into one line and an exit code.
 
     Exit codes: 2 for a command line that cannot be parsed, 78 (EX_CONFIG) for other bad arguments
-    and specs, 65 (EX_DATAERR) for data and queries, 1 for other errors.
+    and specs, 65 (EX_DATAERR) for data and queries, 75 (EX_TEMPFAIL) for sources that do not
+    answer, 1 for other errors.
     ``audit`` and ``rows`` end with 4 for what cannot be shown.
     """
     try:
         with checked_output():
             app()
     except CacheError as error:
-        message = printable(" ".join(str(error).split("\n")))
-        print(f"cachectl: {type(error).__name__}: {message}", file=sys.stderr)
-        if isinstance(error, ConfigError):
-            sys.exit(EXIT_CONFIG)
-        if isinstance(error, NotShownError):
-            sys.exit(EXIT_NOT_SHOWN)
-        sys.exit(EXIT_DATA if isinstance(error, LoadError | RequestError) else EXIT_FAILURE)
+        tell("cachectl", printable(f"{type(error).__name__}: {error}"), os.environ)
+        sys.exit(EXIT_NOT_SHOWN if isinstance(error, NotShownError) else exit_code(error))
 
 
 if __name__ == "__main__":

@@ -112,4 +112,6 @@ def test_a_name_that_is_too_long_is_named_and_the_longest_is_not(
     longest, longer = "j" * 33, "j" * 34
     for name in (longest, longer):
         cluster.apply(make_job(name, suspend=True), namespace=namespace)
-    wait_for_finding(cluster, namespace, longer, "63", "suspended")
+    wait_for_finding(cluster, namespace, longer, "name is too long", "at most 33")
+    found = diagnosis_of(cluster, namespace, longest).findings
+    assert [finding.what for finding in found] == ["it is suspended"]

@@ -88,6 +88,10 @@ def diagnose(name: str, namespace: str, objects: Objects) -> Diagnosis:
     return Diagnosis(_state(name, objects), not findings and _FAILED not in true, findings)
 
 
+def _told(found: Sequence[Cause]) -> tuple[Finding, ...]:
+    return tuple(Finding(each.where, short(each.what, _MOST), remedy(each.what)) for each in found)
+
+
 def _refused(objects: Objects) -> Iterator[Finding]:
     for kind, why in objects.refused.items():
         yield Finding(kind, why, f"You may not read {kind}: ask for the verbs get and list.")

@@ -6,7 +6,7 @@ import re
 
 _REMEDIES: tuple[tuple[str, str], ...] = (
     (
-        r"name too long|must be no more than 63|too long, must",
+        r"name is too long",
         "Pods get the name of the TrainJob and up to 30 more characters, 63 in all. Use a name of "
         "at most 33 characters; 32 with more than 10 cache pods.",
     ),

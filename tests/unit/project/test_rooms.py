@@ -83,6 +83,7 @@ PURE_MODULES = (
     "cache_server/shards/put_key.py",
     "cache_server/shards/version_key.py",
     "cache_server/source/byte_ranges.py",
+    "cache_server/source/outages.py",
     "cache_server/source/pinned.py",
     "cache_server/sql/plain_columns.py",
     "cache_server/sql/quoting.py",

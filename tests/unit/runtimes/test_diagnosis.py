@@ -160,11 +160,11 @@ CASES = {
         None,
     ),
     "a long name": Case(
-        "`must be no more than 63 characters`",
+        "`JobSet name is too long`",
         lambda made: trainer_refuses(
-            made, 'admission webhook "vjobset.kb.io" denied: must be no more than 63 characters'
+            made, "JobSet name is too long, pod names generated for this JobSet will exceed 63"
         ),
-        "63 characters",
+        "name is too long",
         "at most 33",
         None,
     ),
