@@ -79,12 +79,14 @@ def diagnose(name: str, namespace: str, objects: Objects) -> Diagnosis:
     if _COMPLETE in true:
         found: list[Cause] = []
     elif _SUSPENDED in true or train_job["spec"].get("suspend"):
-        return Diagnosis(_state(name, objects), False, (*refused, _suspended(objects)))
+        # A refusal may be over on resume, but not that of what Trainer itself could not make.
+        unmade = [] if objects.jobset else _merged([*causes.of_creations(objects)])
+        told = (*_told(unmade), _suspended(objects))
+        return Diagnosis(_state(name, objects), False, (*refused, *told))
     else:
         found = _merged([*causes.of_creations(objects), *_of_pods(objects)])
         found = [*_deadline(objects), *found] or _without_cause(objects)
-    told = tuple(Finding(each.where, short(each.what, _MOST), remedy(each.what)) for each in found)
-    findings = (*refused, *told)
+    findings = (*refused, *_told(found))
     return Diagnosis(_state(name, objects), not findings and _FAILED not in true, findings)
 
 

@@ -7,7 +7,7 @@ import datetime
 import re
 import shlex
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import IO, Any
@@ -18,6 +18,7 @@ from cache_runtimes.local.pods import (
     SSH_KEYS,
     Objects,
     Pod,
+    Process,
     Surroundings,
     processes,
     with_addresses,
@@ -32,7 +33,19 @@ Json = dict[str, Any]
 
 NO_REGISTRY = "nowhere.example.com/"
 _BACKOFF_S = 0.2
+_TERMINATION_LOG = "CACHE_TERMINATION_LOG"
 _STOPPED = 143  # what a container that was stopped counts as
+
+
+def _with_termination_log(process: Process, path: Path) -> Process:
+    """A process with a termination log, which Kubernetes makes before a container starts."""
+    path.touch()
+    return replace(process, environment={**process.environment, _TERMINATION_LOG: str(path)})
+
+
+def _with_message(exit: ContainerExit, path: Path) -> ContainerExit:
+    """The exit with what its container left, as for ``FallbackToLogsOnError``."""
+    return replace(exit, message=path.read_text() or exit.message)
 
 
 def now() -> str:
@@ -93,7 +106,10 @@ class ClusterPod:
         mounted = directories(pod, self.around.secrets, config_maps, self.tokens)
         with mounted as volumes, TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             home = Path(folder)
-            found = processes(pod, (), volumes, self.around, home=home)
+            found = {
+                name: _with_termination_log(process, home / f"termination-{name}")
+                for name, process in processes(pod, (), volumes, self.around, home=home).items()
+            }
             if SSH_KEYS in volumes:
                 ssh.write_files(pod, volumes, home, found[NODE], self.around.find_program("ssh"))
             run = PodRun(
@@ -107,10 +123,11 @@ class ClusterPod:
             )
             showing = asyncio.create_task(self._show_changes(state, run))
             try:
-                return await run.run()
+                exits = await run.run()
             finally:
                 showing.cancel()
                 await asyncio.wait((showing,))
+            return [_with_message(exit, home / f"termination-{exit.container}") for exit in exits]
 
     def _log_line(self, container: str, line: str) -> None:
         print(f"{container} | {line}", file=self.log, flush=True)
