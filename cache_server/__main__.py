@@ -144,7 +144,7 @@ def serve(
         "pid": os.getpid(),
     }
     try:
-        print(json.dumps(line), flush=True)
+        _print_line(json.dumps(line))
     except OSError as error:
         if not (exit_with_stdin and isinstance(error, BrokenPipeError)):
             server.close()
@@ -163,6 +163,11 @@ def serve(
         raise stop.failure
     if stop.by_signal:
         raise typer.Exit(signal_exit_code)
+
+
+def _print_line(text: str) -> None:
+    """Prints a line by one write: unbuffered, a log line could come before its end."""
+    print(f"{text}\n", end="", flush=True)
 
 
 @app.command()

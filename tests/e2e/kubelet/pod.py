@@ -6,14 +6,14 @@ import asyncio
 import datetime
 import re
 import shlex
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import IO, Any
 
 from cache_runtimes.local import ssh
-from cache_runtimes.local.kubelet import PodRun, probe_succeeds
+from cache_runtimes.local.kubelet import PodRun, probe_succeeds, to_the_end
 from cache_runtimes.local.pods import (
     SSH_KEYS,
     Objects,
@@ -67,8 +67,9 @@ class ClusterPod:
     config_maps: Objects
     tokens: Tokens = field(repr=False)
     log: IO[str]
-    report: Callable[[Json], Awaitable[None]]
+    report: Callable[[Json], Coroutine[Any, Any, None]]
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
+    _showing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def run(self) -> None:
         """Runs it to its end, or until it is cancelled; the last status is shown either way.
@@ -147,7 +148,10 @@ class ClusterPod:
             self._changed.clear()
 
     async def _show(self, state: PodState) -> None:
-        await self.report({"status": pod_status(self.pod["spec"], state, now())})
+        """Shows one status after the other: a slow one would come after that of the end."""
+        async with self._showing:
+            status = pod_status(self.pod["spec"], state, now())
+            await to_the_end(self.report({"status": status}))
 
     def _probe(self, volumes: Mapping[str, Path]) -> Callable[[Pod, Json, Json], Awaitable[bool]]:
         async def succeeds(pod: Pod, container: Json, probe: Json) -> bool:
