@@ -39,6 +39,7 @@ from cache_protocol.errors import (
     RequestError,
     SchemaError,
     StaleVersionError,
+    TransientLoadError,
     UnauthenticatedError,
     missing_package,
 )
@@ -108,6 +109,7 @@ __all__ = [
     "SchemaError",
     "StaleVersionError",
     "TableForecast",
+    "TransientLoadError",
     "UnauthenticatedError",
     "View",
     "Vocabulary",

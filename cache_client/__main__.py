@@ -49,7 +49,7 @@ from cache_client.control.client import MAX_MEMORY_BYTES, MAX_NODES, CacheClient
 from cache_client.control.forecast import forecast_facts, query_facts
 from cache_client.control.infos import DatasetInfo, OrphanInfo
 from cache_client.job.arguments import seconds_problems
-from cache_protocol.cli.exits import exit_code, tell
+from cache_protocol.cli.exits import tell
 from cache_protocol.cli.facts import printable
 from cache_protocol.cli.output import checked_output, size
 from cache_protocol.datasets.dataset_spec import DatasetSpec, parse_bytes
@@ -59,6 +59,7 @@ from cache_protocol.errors import (
     ConfigError,
     LoadError,
     checked,
+    exit_code,
     missing_package,
     some_of,
 )

@@ -18,7 +18,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from cache_protocol.cli.exits import exit_code, tell
+from cache_protocol.cli.exits import tell
 from cache_protocol.cli.load_bar import progress_bar
 from cache_protocol.cli.output import checked_output, version_option
 from cache_protocol.datasets.dataset_spec import DatasetSpec, parse_bytes
@@ -27,6 +27,7 @@ from cache_protocol.errors import (
     CacheError,
     ConfigError,
     checked,
+    exit_code,
     missing_package,
 )
 from cache_protocol.storage.memory_budget import may_keep_freed_memory

@@ -32,6 +32,11 @@ from typing import TypeVar
 
 from cache_protocol.v1 import cache_pb2 as pb
 
+EXIT_FAILURE = 1
+EXIT_DATA = 65  # EX_DATAERR: it cannot get better by itself
+EXIT_TRY_AGAIN = 75  # EX_TEMPFAIL: a source did not answer, or changed meanwhile
+EXIT_CONFIG = 78  # EX_CONFIG
+
 _T = TypeVar("_T")
 _MOST_LISTED = 4  # items of a list in a message
 _MOST_COMPARED = 10_000
@@ -188,6 +193,15 @@ _BY_CODE: dict[int, type[CacheError]] = {
         NodeUnavailableError,
     )
 }
+
+
+def exit_code(error: CacheError) -> int:
+    """78 for settings, 65 for data and queries, 75 for sources that may answer later, else 1."""
+    if isinstance(error, ConfigError):
+        return EXIT_CONFIG
+    if isinstance(error, TransientLoadError):
+        return EXIT_TRY_AGAIN
+    return EXIT_DATA if isinstance(error, LoadError | RequestError) else EXIT_FAILURE
 
 
 def to_proto(error: CacheError) -> pb.Error:

@@ -20,9 +20,8 @@ from pyiceberg.catalog.sql import SqlCatalog
 
 from cache_client import CacheClient, CacheIterableDataset, DatasetSpec
 from cache_client.control import forecast as control_forecast
-from cache_protocol.cli.exits import EXIT_CONFIG, EXIT_DATA
 from cache_protocol.cli.output import size
-from cache_protocol.errors import ConfigError, LoadError, RequestError
+from cache_protocol.errors import EXIT_CONFIG, EXIT_DATA, ConfigError, LoadError, RequestError
 from cache_protocol.storage.layout import Layout
 from cache_protocol.storage.memory_budget import load_bytes
 from cache_server import LocalCluster

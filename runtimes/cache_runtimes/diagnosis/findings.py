@@ -1,6 +1,6 @@
 """The objects of a TrainJob -> what is wrong, and what to do. Pure.
 
-Each cause is told once, and consequences are not told: the failure of a Job follows from that of
+Each cause has one finding, and consequences have none: the failure of a Job follows from that of
 its pod, and a trainer loses a cache that has failed.
 """
 

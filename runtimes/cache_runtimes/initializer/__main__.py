@@ -17,8 +17,8 @@ import sys
 import threading
 from pathlib import Path
 
-from cache_protocol.cli.exits import exit_code, tell
-from cache_protocol.errors import CacheError
+from cache_protocol.cli.exits import tell
+from cache_protocol.errors import CacheError, exit_code
 from cache_runtimes.initializer.cluster import Cluster, connect
 from cache_runtimes.initializer.program import run
 from cache_runtimes.initializer.settings import from_env

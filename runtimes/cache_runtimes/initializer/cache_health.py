@@ -10,8 +10,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 
-from cache_protocol.cli.exits import EXIT_CONFIG, EXIT_DATA
-from cache_protocol.errors import CacheError, ConfigError, LoadError, NodeUnavailableError
+from cache_protocol.errors import (
+    EXIT_CONFIG,
+    EXIT_DATA,
+    CacheError,
+    ConfigError,
+    LoadError,
+    NodeUnavailableError,
+)
 from cache_runtimes.initializer.plan import CONTAINER, Json
 
 _OWN_REASON = {EXIT_DATA: LoadError, EXIT_CONFIG: ConfigError}

@@ -129,7 +129,7 @@ PURE_MODULES = (
 # What a pure module may import: these, and other pure modules.
 PURE_IMPORTS = (
     *("__future__", "abc", "array", "bisect", "collections", "copy", "dataclasses", "datetime"),
-    *("decimal", "enum"),
+    *("decimal", "enum", "errno", "http.HTTPStatus"),
     *("fractions", "functools", "hashlib", "heapq", "ipaddress", "itertools", "math", "numbers"),
     *("operator",),
     *("csv", "html", "re", "statistics", "string", "struct", "textwrap", "types", "typing"),

@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from cache_protocol.cli.exits import exit_code
 from cache_protocol.datasets.dataset_spec import DatasetSpec
-from cache_protocol.errors import LoadError, TransientLoadError, from_proto, to_proto
+from cache_protocol.errors import LoadError, TransientLoadError, exit_code, from_proto, to_proto
 from cache_server.plan import pinned_version
 from cache_server.source.outages import may_pass
 from cache_server.source.pinned import SourceFile

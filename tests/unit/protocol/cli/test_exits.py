@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cache_protocol.cli.exits import exit_code, tell
+from cache_protocol.cli.exits import tell
 from cache_protocol.errors import (
     CacheError,
     ConfigError,
@@ -14,6 +14,7 @@ from cache_protocol.errors import (
     NodeUnavailableError,
     RequestError,
     TransientLoadError,
+    exit_code,
 )
 
 
