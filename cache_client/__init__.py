@@ -39,6 +39,7 @@ from cache_protocol.errors import (
     RequestError,
     SchemaError,
     StaleVersionError,
+    TransientLoadError,
     UnauthenticatedError,
     missing_package,
 )
@@ -46,6 +47,8 @@ from cache_protocol.wire.load_progress import LoadReport
 
 if TYPE_CHECKING:
     __version__: str
+    from cache_client.job.progress import report_progress
+    from cache_client.job.progress_callbacks import lightning_progress, transformers_progress
     from cache_client.training.dataset import CacheIterableDataset
     from cache_client.training.job_config import Reading
     from cache_client.training.loader import CacheLoader
@@ -63,6 +66,9 @@ _AT_FIRST_USE = {
     "Join": "view_options.lookups",
     "Reading": "training.job_config",
     "View": "view_options.options",
+    "lightning_progress": "job.progress_callbacks",
+    "report_progress": "job.progress",
+    "transformers_progress": "job.progress_callbacks",
     "Vocabulary": "view_options.lookups",
 }
 
@@ -103,10 +109,14 @@ __all__ = [
     "SchemaError",
     "StaleVersionError",
     "TableForecast",
+    "TransientLoadError",
     "UnauthenticatedError",
     "View",
     "Vocabulary",
     "Write",
+    "lightning_progress",
+    "report_progress",
+    "transformers_progress",
 ]
 
 

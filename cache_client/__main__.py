@@ -15,8 +15,6 @@ import typer.core
 import yaml
 
 from cache_client.cli.app import (
-    EXIT_CONFIG,
-    EXIT_DATA,
     EXIT_FAILURE,
     EXIT_NOT_SHOWN,
     AsJson,
@@ -51,6 +49,7 @@ from cache_client.control.client import MAX_MEMORY_BYTES, MAX_NODES, CacheClient
 from cache_client.control.forecast import forecast_facts, query_facts
 from cache_client.control.infos import DatasetInfo, OrphanInfo
 from cache_client.job.arguments import seconds_problems
+from cache_protocol.cli.exits import tell
 from cache_protocol.cli.facts import printable
 from cache_protocol.cli.output import checked_output, size
 from cache_protocol.datasets.dataset_spec import DatasetSpec, parse_bytes
@@ -60,8 +59,8 @@ from cache_protocol.errors import (
     CacheError,
     ConfigError,
     LoadError,
-    RequestError,
     checked,
+    exit_code,
     missing_package,
     some_of,
 )
@@ -456,7 +455,10 @@ def diagnose(
     timeout_s: TimeoutS = 20.0,
     as_json: AsJson = False,
 ) -> None:
-    """Say why a TrainJob does not train, and what to do."""
+    """Say why a TrainJob does not train, and what to do.
+
+    Ends with 1 where the TrainJob failed, is absent or has a finding, else with 0.
+    """
     try:
         from cache_runtimes import diagnosis
     except ImportError as error:
@@ -467,12 +469,14 @@ def diagnose(
     found = diagnosis.diagnose(train_job, place, objects)
     if as_json:
         print_json(asdict(found))
-        return
-    print(found.state)
-    for finding in found.findings:
-        print(f"\n{finding.where}: {finding.what}")
-        if finding.remedy:
-            print(f"  {finding.remedy}")
+    else:
+        print(found.state)
+        for finding in found.findings:
+            print(f"\n{finding.where}: {finding.what}")
+            if finding.remedy:
+                print(f"  {finding.remedy}")
+    if not found.is_well:
+        raise typer.Exit(EXIT_FAILURE)
 
 
 def _pair(rule: str, text: str) -> tuple[str, str]:
@@ -486,20 +490,16 @@ def main() -> None:
     """Runs the command; turns a CacheError into one line and an exit code.
 
     Exit codes: 2 for a command line that cannot be parsed, 78 (EX_CONFIG) for other bad arguments
-    and specs, 65 (EX_DATAERR) for data and queries, 1 for other errors.
+    and specs, 65 (EX_DATAERR) for data and queries, 75 (EX_TEMPFAIL) for sources that do not
+    answer, 1 for other errors.
     ``audit``, ``rows`` and ``seen`` end with 4 for what cannot be shown.
     """
     try:
         with checked_output():
             app()
     except CacheError as error:
-        message = printable(" ".join(str(error).split("\n")))
-        print(f"cachectl: {type(error).__name__}: {message}", file=sys.stderr)
-        if isinstance(error, ConfigError):
-            sys.exit(EXIT_CONFIG)
-        if isinstance(error, NotShownError):
-            sys.exit(EXIT_NOT_SHOWN)
-        sys.exit(EXIT_DATA if isinstance(error, LoadError | RequestError) else EXIT_FAILURE)
+        tell("cachectl", printable(f"{type(error).__name__}: {error}"), os.environ)
+        sys.exit(EXIT_NOT_SHOWN if isinstance(error, NotShownError) else exit_code(error))
 
 
 if __name__ == "__main__":

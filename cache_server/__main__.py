@@ -18,6 +18,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from cache_protocol.cli.exits import tell
 from cache_protocol.cli.load_bar import progress_bar
 from cache_protocol.cli.output import checked_output, version_option
 from cache_protocol.datasets.dataset_spec import DatasetSpec, parse_bytes
@@ -26,9 +27,8 @@ from cache_protocol.datasets.job_settings import asks_for_dataset, spec_from_env
 from cache_protocol.errors import (
     CacheError,
     ConfigError,
-    LoadError,
-    RequestError,
     checked,
+    exit_code,
     missing_package,
 )
 from cache_protocol.storage.memory_budget import may_keep_freed_memory
@@ -37,9 +37,7 @@ from cache_server.config import NodeConfig
 from cache_server.local import LocalCluster, checked_settings, describe_nodes
 from cache_server.setting_options import given, with_settings_of
 
-EXIT_FAILURE = 1
-EXIT_DATA = 65  # EX_DATAERR
-EXIT_CONFIG = 78  # EX_CONFIG
+_PROGRAM = "cache-server"
 _PURGE_DELAY_MS = 1000
 EXIT_INTERRUPTED = 130  # the code of shells for SIGINT
 
@@ -150,7 +148,7 @@ def serve(
         "pid": os.getpid(),
     }
     try:
-        print(json.dumps(line), flush=True)
+        _print_line(json.dumps(line))
     except OSError as error:
         if not (exit_with_stdin and isinstance(error, BrokenPipeError)):
             server.close()
@@ -169,6 +167,11 @@ def serve(
         raise stop.failure
     if stop.by_signal:
         raise typer.Exit(signal_exit_code)
+
+
+def _print_line(text: str) -> None:
+    """Prints a line by one write: unbuffered, a log line could come before its end."""
+    print(f"{text}\n", end="", flush=True)
 
 
 @app.command()
@@ -254,28 +257,22 @@ def _log_ended_nodes(cluster: LocalCluster) -> NoReturn:
 def main() -> None:
     """Entry point: turns a `CacheError` into one line and an exit code.
 
-    78 (EX_CONFIG) for settings, 65 (EX_DATAERR) for data and queries, 1 for other errors.
+    78 (EX_CONFIG) for settings, 65 (EX_DATAERR) for data and queries, 75 (EX_TEMPFAIL) for sources
+    that do not answer, 1 for other errors.
     """
     try:
         with checked_output():
             app()
     except CacheError as error:
-        sys.exit(_print_error(error))
-
-
-def _print_error(error: CacheError) -> int:
-    """Prints the error as the last line; returns the exit code."""
-    message = " ".join(str(error).split("\n"))
-    print(f"cache-server: {type(error).__name__}: {message}", file=sys.stderr)
-    if isinstance(error, ConfigError):
-        return EXIT_CONFIG
-    return EXIT_DATA if isinstance(error, LoadError | RequestError) else EXIT_FAILURE
+        tell(_PROGRAM, error, os.environ)
+        sys.exit(exit_code(error))
 
 
 def _exit_at_once(error: CacheError | None, code: int) -> NoReturn:
     logging.shutdown()
     if error is not None:
-        code = _print_error(error)
+        tell(_PROGRAM, error, os.environ)
+        code = exit_code(error)
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):  # the reader is gone
             stream.flush()

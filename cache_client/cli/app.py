@@ -18,8 +18,6 @@ from cache_protocol.errors import (
 
 EXIT_FAILURE = 1
 EXIT_NOT_SHOWN = 4
-EXIT_DATA = 65  # EX_DATAERR
-EXIT_CONFIG = 78  # EX_CONFIG
 
 
 class _Commands(typer.core.TyperGroup):

@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from cache_protocol.errors import RequestError
+from cache_protocol.errors import CacheError, RequestError
 from cache_server.egress.allowed_sources import AllowedSources
 from cache_server.egress.hosts import Endpoint
 from cache_server.egress.proxy import CheckingProxy, Credentials
@@ -55,8 +55,8 @@ class Pass:
         """For libraries that want an address for each scheme."""
         return {"http": self.url, "https": self.url}
 
-    def failure(self) -> str:
-        """Why the last connection could not be made; empty if it was made."""
+    def failure(self) -> CacheError | None:
+        """Why the last connection could not be made; None if it was made."""
         return self.gate.failure_of(self.who)
 
 
@@ -71,7 +71,7 @@ class Gate:
     def __init__(self, sources: AllowedSources, variables: ProxyVariables) -> None:
         self._sources = sources
         self._key = randoms.token_bytes(32)
-        self._failures: OrderedDict[str, str] = OrderedDict()
+        self._failures: OrderedDict[str, CacheError] = OrderedDict()
         self._lock = threading.Lock()
         self._proxy = CheckingProxy(sources.hosts, variables, self)
 
@@ -100,9 +100,9 @@ class Gate:
         """The host and the port of the proxy."""
         return self._proxy.address
 
-    def failure_of(self, who: str) -> str:
-        """Why the last connection of a `Pass` could not be made; empty if it was made."""
-        return self._failures.get(who, "")
+    def failure_of(self, who: str) -> CacheError | None:
+        """Why the last connection of a `Pass` could not be made; None if it was made."""
+        return self._failures.get(who)
 
     def check_host(self, host: str, port: int, trusted: Collection[Endpoint] = ()) -> list[str]:
         """The IP addresses of a host to connect to; raises as `Hosts.checked`."""
@@ -119,11 +119,11 @@ class Gate:
         digest, trusted = json.loads(base64.urlsafe_b64decode(user + "=" * (-len(user) % 4)))
         return Credentials(digest, frozenset((host, port) for host, port in trusted))
 
-    def note(self, who: str, failure: str) -> None:
-        """Keeps why a connection could not be made; empty: it was made."""
+    def note(self, who: str, failure: CacheError | None) -> None:
+        """Keeps why a connection could not be made; None: it was made."""
         with self._lock:
             self._failures.pop(who, None)
-            if failure:
+            if failure is not None:
                 self._failures[who] = failure
             while len(self._failures) > _MOST_FAILURES:
                 self._failures.popitem(last=False)
@@ -159,9 +159,9 @@ def opened(sources: AllowedSources) -> Iterator[Gate | None]:
         gate.close()
 
 
-def why_unreachable(options: Mapping[str, str], secrets: Mapping[str, str]) -> str:
-    """Why the last connection for a table could not be made; empty if it was, or is unknown."""
-    return "" if _current is None else _current.failure_of(_digest(options, secrets))
+def why_unreachable(options: Mapping[str, str], secrets: Mapping[str, str]) -> CacheError | None:
+    """Why the last connection for a table could not be made; None if it was, or is unknown."""
+    return None if _current is None else _current.failure_of(_digest(options, secrets))
 
 
 def refuse_unheld(what: str) -> None:

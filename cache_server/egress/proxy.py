@@ -18,10 +18,11 @@ from collections.abc import Mapping
 from http import HTTPStatus
 from typing import NamedTuple, Protocol
 
-from cache_protocol.errors import RequestError
+from cache_protocol.errors import CacheError, RequestError
 from cache_server.egress.addresses import Address, parse_address
 from cache_server.egress.hosts import Endpoint, Hosts, RefusedAddressError
 from cache_server.egress.proxy_variables import OperatorProxy, ProxyVariables
+from cache_server.source.outages import load_error
 
 MAX_CONNECTIONS = 512
 _HEAD_BYTES = 64 * 1024
@@ -52,8 +53,8 @@ class Doorkeeper(Protocol):
     def admitted(self, user: str, password: str) -> Credentials | None:
         """What a user may do; None: it may not use the proxy."""
 
-    def note(self, who: str, failure: str) -> None:
-        """Keeps why a connection could not be made; empty: it was made."""
+    def note(self, who: str, failure: CacheError | None) -> None:
+        """Keeps why a connection could not be made; None: it was made."""
 
 
 class CheckingProxy:
@@ -248,13 +249,13 @@ class _Connection:
             found = self._addresses(endpoint, credentials, proxy)
             self._server = _dialled(endpoint, found, proxy, is_tunnel=address.scheme == "https")
         except RefusedAddressError as error:
-            self._doorkeeper.note(credentials.who, str(error))
+            self._doorkeeper.note(credentials.who, error)
             raise _AnswerError(HTTPStatus.FORBIDDEN, str(error)) from None
         except OSError as error:
             text = f"no connection to {address.authority}: {error.strerror or error}"
-            self._doorkeeper.note(credentials.who, text)
+            self._doorkeeper.note(credentials.who, load_error(text, error))
             raise _AnswerError(HTTPStatus.BAD_GATEWAY, text) from None
-        self._doorkeeper.note(credentials.who, "")
+        self._doorkeeper.note(credentials.who, None)
         self._connected = endpoint, proxy
         return proxy
 

@@ -135,9 +135,10 @@ def _encode_version(
             message.shards.add(index=job, rows_loaded=num_rows, running=job in version.running)
     for job, reason in version.failures.items():
         if job is None:
-            message.failure = reason
+            message.failure, message.failure_may_pass = reason, job in version.may_pass
         else:
-            message.shards.add(index=job, failure=reason)
+            may_pass = job in version.may_pass
+            message.shards.add(index=job, failure=reason, failure_may_pass=may_pass)
     message.waits = max(version.waits.values(), default="")
     message.notes.extend(sorted(version.notes))
     message.files_read = version.files_read

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from cache_protocol.errors import CacheError, NodeUnavailableError
+from cache_protocol.errors import CacheError, NodeUnavailableError, TransientLoadError
 from cache_protocol.wire.credentials import Credentials
 from cache_server.egress.allowed_sources import AllowedSources
 from cache_server.node import loading
@@ -121,7 +121,7 @@ class LoadThreads:
                 self._wait_for_room(state, job, error, frees_room=frees_room)
             else:
                 logger.error("load failed dataset=%s %s %s", job.key.dataset, job, error)
-                self._fail(state, job, str(error))
+                self._fail(state, job, str(error), may_pass=isinstance(error, TransientLoadError))
         except error_text.EXITS:
             raise
         except BaseException as error:
@@ -177,6 +177,6 @@ class LoadThreads:
             logger.warning("load waits dataset=%s %s", job.key.dataset, reason)
         self._stopped.wait(_RETRY_S)
 
-    def _fail(self, state: VersionState, job: Job, reason: str) -> None:
+    def _fail(self, state: VersionState, job: Job, reason: str, *, may_pass: bool = False) -> None:
         with self._lock:
-            state.fail(job.index, f"{reason} (on node {self._node_id})")
+            state.fail(job.index, f"{reason} (on node {self._node_id})", may_pass=may_pass)

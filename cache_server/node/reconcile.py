@@ -23,6 +23,7 @@ class ActualVersion:
         loading: rows loaded so far by each load under way.
         running: of these, the loads that have begun.
         failures: the reason of each failed load.
+        may_pass: the failures that a later load may not meet.
         waits: why a load is tried again later.
         notes: what the loads changed, for people.
         files_read: by the loads.
@@ -40,6 +41,7 @@ class ActualVersion:
     loading: Mapping[int | None, int] = field(default_factory=dict)
     running: Set[int | None] = frozenset()
     failures: Mapping[int | None, str] = field(default_factory=dict)
+    may_pass: frozenset[int | None] = frozenset()
     waits: Mapping[int | None, str] = field(default_factory=dict)
     notes: Set[str] = frozenset()
     files_read: int = 0

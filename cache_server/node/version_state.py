@@ -34,6 +34,7 @@ class VersionState:
     Attributes:
         tables: that are read whole.
         loads, failures, waits: by shard index; None is the whole query.
+        may_pass: the failures that a later load may not meet.
         rows, row_starts: what is served; None before any row is.
         sealed_rows: the sealed shards, with rows numbered by shard; None: made when it is read.
         reported: the sealed shards that the coordinator knows of.
@@ -49,6 +50,7 @@ class VersionState:
     tables: SpooledTables
     loads: dict[int | None, Load] = field(default_factory=dict)
     failures: dict[int | None, str] = field(default_factory=dict)
+    may_pass: set[int | None] = field(default_factory=set)
     waits: dict[int | None, str] = field(default_factory=dict)
     rows: ResidentRows | None = None
     row_starts: Mapping[int, int] | None = None
@@ -83,9 +85,14 @@ class VersionState:
         self.is_retired, self.rows, self.sealed_rows = True, None, None
         self.cancel()
 
-    def fail(self, index: int | None, reason: str) -> None:
-        """Notes a load that failed for good."""
+    def fail(self, index: int | None, reason: str, *, may_pass: bool = False) -> None:
+        """Notes a load that failed for good.
+
+        Args:
+            may_pass: the same load may succeed later.
+        """
         self.failures[index] = reason
+        (self.may_pass.add if may_pass else self.may_pass.discard)(index)
         self.copy_again_at = time.monotonic() + _COPY_AGAIN_S
 
     def forget(self, indices: Set[int | None]) -> None:
@@ -113,6 +120,7 @@ class VersionState:
             loading=loading,
             running={index for index in loading if self.loads[index].future.running()},
             failures=dict(self.failures),
+            may_pass=frozenset(self.may_pass),
             waits=dict(self.waits),
             notes=frozenset(self.notes),
             files_read=self.files_read,

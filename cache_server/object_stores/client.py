@@ -15,10 +15,11 @@ from urllib.parse import quote, unquote
 import obstore
 from obstore import exceptions
 
-from cache_protocol.errors import LoadError
+from cache_protocol.errors import CacheError, LoadError, TransientLoadError
 from cache_protocol.wire.channels import pause_s
 from cache_server.egress.addresses import KINDS, parse_source
 from cache_server.object_stores.errors import NO_LENGTH, Place, store_error
+from cache_server.source.outages import load_error
 from cache_server.source.pinned import SourceFile
 
 _PLAIN = "/!$&'()*+,;=:@~"  # stand for themselves in the path of a URL
@@ -121,7 +122,7 @@ class ObjectClient:
         place: Place,
         secret: frozenset[str],
         patience: Patience,
-        unreachable: Callable[[], str] = str,
+        unreachable: Callable[[], CacheError | None] = lambda: None,
     ) -> None:
         self.lists = location.kind != "http"
         self._base = location.base
@@ -280,14 +281,13 @@ class ObjectClient:
         return unquote(key) if self._escaped else key
 
     def _failure(self, error: Exception, uri: str) -> LoadError:
-        reason = self._unreachable()
-        if not reason and _NO_PASS in str(error):  # obstore forgets its password for the proxy
-            reason = (
-                f"{self._place} redirects to another host by plain HTTP, which this cache does not "
-                "follow: name the place that it redirects to, or use https"
+        if (unreachable := self._unreachable()) is not None:
+            return load_error(f"cannot read {uri}: {unreachable}", unreachable)
+        if _NO_PASS in str(error):  # obstore forgets its password for the proxy
+            return LoadError(
+                f"cannot read {uri}: {self._place} redirects to another host by plain HTTP, which "
+                "this cache does not follow: name the place that it redirects to, or use https"
             )
-        if reason:
-            return LoadError(f"cannot read {uri}: {reason}")
         if _is_missing(error):
             return LoadError(f"source {uri} does not exist in {self._place}")
         refused = isinstance(error, _REFUSALS)
@@ -312,7 +312,8 @@ def check_unchanged(planned: SourceFile, now: SourceFile) -> None:
                 return
         elif planned.mtime_ns == now.mtime_ns:
             return
-    raise LoadError(
+    # Not for good: the next load plans the object that is there then.
+    raise TransientLoadError(
         f"source file {planned.path} changed since the dataset was planned: it had "
         f"{_state(planned)}, now {_state(now)}"
     )

@@ -169,8 +169,9 @@ def _connect(
             f"the settings of the {location.kind} store ({', '.join(name for name, _ in settings)})"
             f" are not right: {redacted(text, {*given, *secret})}"
         ) from None
-    unreachable = str if way is None else way.failure
-    return ObjectClient(location, store, place, secret, patience, unreachable)
+    if way is None:
+        return ObjectClient(location, store, place, secret, patience)
+    return ObjectClient(location, store, place, secret, patience, way.failure)
 
 
 def _s3(

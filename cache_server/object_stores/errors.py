@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from cache_protocol.errors import LoadError
 from cache_server.secrets.redaction import redacted
+from cache_server.source.outages import load_error
 
 _STATUS = re.compile(r"status code: (\d{3})")
 _RETRIES = re.compile(r"after (\d+) retries")
@@ -82,7 +83,7 @@ def store_error(
     else:
         reason = f"{place}: {text}"
     shown_uri = "".join(c if c.isprintable() else repr(c)[1:-1] for c in uri)
-    return LoadError(f"cannot read {shown_uri}: {reason}")
+    return load_error(f"cannot read {shown_uri}: {reason}", error)
 
 
 def _connection_failure(detail: str) -> str:

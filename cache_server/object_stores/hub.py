@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import ssl
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from tenacity import (
+    RetryCallState,
     Retrying,
     retry_if_exception,
     stop_after_attempt,
@@ -42,6 +42,7 @@ from cache_server.object_stores.connections import (
 from cache_server.object_stores.errors import Place, store_error
 from cache_server.object_stores.options import number_setting, store_settings
 from cache_server.secrets.redaction import secret_values
+from cache_server.source.outages import load_error, may_pass
 from cache_server.source.pinned import SourceFile
 
 SCHEME = "hf"
@@ -53,6 +54,7 @@ _ABSENT = {
     "RepositoryNotFoundError": "(repository not found)",
     "RevisionNotFoundError": "(revision not found)",
 }
+logger = logging.getLogger(__name__)
 _limiting = threading.Lock()  # setting a factory closes the clients of others
 
 
@@ -95,7 +97,8 @@ class HubClient:
             stop=stop_after_attempt(1 + int(number_setting(settings, "max_retries", MAX_RETRIES)))
             | stop_after_delay(number_setting(settings, "retry_timeout_s", RETRY_TIMEOUT_S)),
             wait=backoff(0.2, MAX_BACKOFF_S),
-            retry=retry_if_exception(_is_passing),
+            retry=retry_if_exception(may_pass),
+            before_sleep=self._log_retry,
             reraise=True,
         )
         self._secret = secret_values(secrets, environ)
@@ -105,6 +108,12 @@ class HubClient:
 
     def __repr__(self) -> str:
         return f"HubClient({self._base!r})"
+
+    def _log_retry(self, state: RetryCallState) -> None:
+        """Says at the first failure why nothing happens: the retries take half a minute."""
+        error = state.outcome.exception() if state.outcome is not None else None
+        if error is not None and state.attempt_number == 1:
+            logger.warning("trying again: %s", self._failure(error, self._base))
 
     def head(self, key: str) -> SourceFile | None:
         """The file at that path; None if there is none or it is a directory."""
@@ -183,7 +192,7 @@ class HubClient:
         except GeneratorExit:
             raise
         except Exception as error:
-            if not _is_passing(error):  # such as for a file that is shorter now
+            if not may_pass(error):  # such as for a file that is shorter now
                 self._check_unchanged(file)
             raise self._failure(error, file.path) from None
 
@@ -214,15 +223,17 @@ class HubClient:
             reason = f"{self._place} was not found, or is private: check its name and the token"
         return LoadError(f"source {uri!r} does not exist: {reason}")
 
-    def _failure(self, error: Exception, uri: str) -> LoadError:
-        if self._pass is not None and (reason := self._pass.failure()):
-            return LoadError(f"cannot read {uri}: {reason}")
+    def _failure(self, error: BaseException, uri: str) -> LoadError:
+        if self._pass is not None and (unreachable := self._pass.failure()) is not None:
+            return load_error(f"cannot read {uri}: {unreachable}", unreachable)
         status = getattr(getattr(error, "response", None), "status_code", None)
         name = type(error).__name__
         if name in _ABSENT and status == HTTPStatus.NOT_FOUND:  # for a 401 as well
             return self._absent(name, uri)
         text = f"status code: {status}" if status else f"{name}: {error}"
-        return store_error(OSError(text), uri, self._place, self._secret)
+        known = OSError(text)
+        known.__cause__ = error
+        return store_error(known, uri, self._place, self._secret)
 
 
 def _check_packages() -> None:
@@ -304,26 +315,6 @@ class _LimitedWait:
         given = request.extensions["timeout"]  # of each of connect, read, write and pool
         for what, limit_s in given.items():
             given[what] = READ_TIMEOUT_S if limit_s is None else limit_s
-
-
-def _is_passing(error: BaseException) -> bool:
-    """Whether a retry may succeed."""
-    status = getattr(getattr(error, "response", None), "status_code", None)
-    if status is not None:
-        return bool(status == HTTPStatus.TOO_MANY_REQUESTS or status >= 500)
-    if _is_untrusted(error):
-        return False
-    # By name: which HTTP library huggingface_hub speaks through depends on its version.
-    lost = any(kind.__name__ == "TransportError" for kind in type(error).__mro__)
-    return lost or isinstance(error, ConnectionError | TimeoutError)
-
-
-def _is_untrusted(error: BaseException) -> bool:
-    """Whether a certificate was not accepted."""
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, ssl.SSLCertVerificationError):
-        cause = cause.__cause__ or cause.__context__
-    return cause is not None
 
 
 def _path(uri: str) -> str:

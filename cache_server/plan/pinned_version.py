@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+import logging
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import pyarrow as pa
 
-from cache_protocol.datasets.dataset_spec import DatasetSpec
+from cache_protocol.datasets.dataset_spec import DatasetSpec, TableSpec
 from cache_protocol.errors import LoadError, RequestError, some_of, without_middle
 from cache_protocol.storage.layout import Layout, schema_from_bytes, with_large_offsets
 from cache_protocol.storage.nested_values import plain_type
@@ -43,6 +45,9 @@ from cache_server.source.pinned import (
 from cache_server.sql import loader, queries
 from cache_server.sql.plain_columns import without_views
 
+logger = logging.getLogger(__name__)
+
+_SILENT_S = 5.0
 _STORAGE_FORMAT = 10  # part of every fingerprint; raise it when the stored bytes change
 # The most bytes of all tables that every node reads whole, beside one that is read by splits.
 _SMALL_BYTES = 256 * 1024 * 1024
@@ -179,13 +184,27 @@ def plan_version(spec: DatasetSpec, before: Sequence[PinnedVersion] = ()) -> Ope
         formats: dict[str, str] = {}
         try:
             for table in spec.tables:
-                formats[table.name], pins[table.name] = tables.pin(table)
+                with _telling_waits(table):
+                    formats[table.name], pins[table.name] = tables.pin(table)
                 stack.callback(pins[table.name].close)
             planned = _plan(spec, formats, pins, before)
         except pa.ArrowException as error:  # of a type that a library lacks, or of damage
             raise LoadError(_unreadable(spec, without_middle(str(error)))) from None
         stack.pop_all()
         return planned
+
+
+@contextmanager
+def _telling_waits(table: TableSpec) -> Iterator[None]:
+    """Logs that a source takes its time: libraries try again for half a minute without a word."""
+    what = some_of(table.source)
+    timer = threading.Timer(_SILENT_S, logger.warning, ("still waiting for source=%s", what))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _unreadable(spec: DatasetSpec, reason: str) -> str:

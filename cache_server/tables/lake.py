@@ -18,12 +18,13 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
-from cache_protocol.errors import CacheError, LoadError, without_middle
+from cache_protocol.errors import CacheError, without_middle
 from cache_protocol.storage.layout import Layout
 from cache_server.egress.gate import why_unreachable
 from cache_server.object_stores.connections import from_env
 from cache_server.object_stores.options import option_value
 from cache_server.secrets.redaction import redacted, secret_values
+from cache_server.source.outages import load_error
 from cache_server.source.pinned import SourceFile, Split, sized_fields, with_source_type
 from cache_server.sql.formats.batch_rows import batch_rows
 from cache_server.tables.column_sizes import Place, plain_bytes, row_bytes
@@ -266,11 +267,11 @@ def naming(what: str, options: Mapping[str, str], secrets: Mapping[str, str]) ->
         raise
     except Exception as error:
         if refused := why_unreachable(options, secrets):
-            raise LoadError(f"cannot read {what}: {refused}") from None
+            raise load_error(f"cannot read {what}: {refused}", refused) from None
         endpoint = option_value(options, "endpoint")
         store = f" from {endpoint}" if endpoint else ""
         text = _FRAMES.sub("", _DRAWN.sub("", str(error) or type(error).__name__))
         reason = redacted(_INPUT.sub("", text), secret_values(secrets, from_env()))
         left = max(_LEAST_REASON, _LONGEST - len(what) - len(store))
         shown = without_middle(reason, min(left, _MOST_REASON))
-        raise LoadError(f"cannot read {what}{store}: {shown}") from None
+        raise load_error(f"cannot read {what}{store}: {shown}", error) from None

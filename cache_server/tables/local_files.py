@@ -18,10 +18,11 @@ from urllib.parse import unquote, urlsplit
 
 from cache_protocol.datasets.dataset_spec import FILE_SUFFIXES, TableSpec
 from cache_protocol.datasets.values import is_text
-from cache_protocol.errors import LoadError, RequestError, some_of
+from cache_protocol.errors import LoadError, RequestError, TransientLoadError, some_of
 from cache_server import object_stores
 from cache_server.source import listings
 from cache_server.source.listings import is_hidden
+from cache_server.source.outages import load_error
 from cache_server.source.pinned import SourceFile
 
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".snappy", ".zip")  # suffixes
@@ -90,7 +91,7 @@ def check_unchanged(file: SourceFile) -> None:
     """Raises a `LoadError` if a file of this machine is not the planned one."""
     now = _stat(file.path)
     if now != file:
-        raise LoadError(
+        raise TransientLoadError(
             f"source file {file.path} changed since the dataset was planned: it had {file.size} "
             f"bytes and mtime {file.mtime_ns} ns, now {now.size} bytes and {now.mtime_ns} ns"
         )
@@ -161,7 +162,7 @@ def _is_there(source: str, path: str | Path) -> bool:
     except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: not a valid path
         return False
     except OSError as error:
-        raise LoadError(f"cannot read source {source!r}: {error.strerror}") from None
+        raise load_error(f"cannot read source {source!r}: {error.strerror}", error) from None
     return True
 
 
@@ -286,7 +287,7 @@ class _Tree:
             reason = error.strerror or str(error)
             if isinstance(error, FileNotFoundError) and os.path.islink(path):
                 reason = f"it is a link to {os.readlink(path)!r}, which does not exist"
-            raise LoadError(f"cannot read {path}: {reason}") from None
+            raise load_error(f"cannot read {path}: {reason}", error) from None
         raise _neither(path)
 
 
@@ -296,7 +297,7 @@ def _neither(path: str) -> LoadError:
 
 
 def _unreadable_directory(path: str, error: OSError, way_out: str = "") -> LoadError:
-    return LoadError(f"cannot read directory {path}: {error.strerror}{way_out}")
+    return load_error(f"cannot read directory {path}: {error.strerror}{way_out}", error)
 
 
 def _identity(directory: str) -> tuple[int, int]:
@@ -384,5 +385,5 @@ def _stat(path: str) -> SourceFile:
     try:
         stat = os.stat(path)
     except OSError as error:
-        raise LoadError(f"cannot read source file {path}: {error.strerror}") from None
+        raise load_error(f"cannot read source file {path}: {error.strerror}", error) from None
     return SourceFile(path, stat.st_size, stat.st_mtime_ns)

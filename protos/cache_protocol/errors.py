@@ -16,6 +16,7 @@
       LengthUnknownError(TypeError)   an epoch of a version that loads has no known end yet
       StaleVersionError           another fingerprint than the requested one: read a new plan
       LoadError                   names the file, the split and the reason: the dataset failed
+        TransientLoadError        a source did not answer, or changed meanwhile: load it again later
         LostPartitionsError       a node was lost before a commit; names the partitions to put again
       NodeUnavailableError        names node, dataset and step: retried, then raised
 
@@ -30,6 +31,11 @@ from difflib import get_close_matches
 from typing import TypeVar
 
 from cache_protocol.v1 import cache_pb2 as pb
+
+EXIT_FAILURE = 1
+EXIT_DATA = 65  # EX_DATAERR: it cannot get better by itself
+EXIT_TRY_AGAIN = 75  # EX_TEMPFAIL: a source did not answer, or changed meanwhile
+EXIT_CONFIG = 78  # EX_CONFIG
 
 _T = TypeVar("_T")
 _MOST_LISTED = 4  # items of a list in a message
@@ -141,6 +147,13 @@ class LoadError(CacheError):
     code = pb.ERROR_CODE_LOAD
 
 
+class TransientLoadError(LoadError):
+    """The same load may succeed later: a source did not answer, or changed while it was read.
+
+    It has the code of a `LoadError`, which is what clients of an earlier release make of it.
+    """
+
+
 class LostPartitionsError(LoadError):
     """Rows of a write were lost before its commit, so nothing was committed.
 
@@ -182,15 +195,26 @@ _BY_CODE: dict[int, type[CacheError]] = {
 }
 
 
+def exit_code(error: CacheError) -> int:
+    """78 for settings, 65 for data and queries, 75 for sources that may answer later, else 1."""
+    if isinstance(error, ConfigError):
+        return EXIT_CONFIG
+    if isinstance(error, TransientLoadError):
+        return EXIT_TRY_AGAIN
+    return EXIT_DATA if isinstance(error, LoadError | RequestError) else EXIT_FAILURE
+
+
 def to_proto(error: CacheError) -> pb.Error:
     """The wire form of `error`: code and message; what is no UTF-8 is escaped."""
     message = str(error).encode(errors="backslashreplace").decode()
-    return pb.Error(code=error.code, message=message)
+    may_pass = isinstance(error, TransientLoadError)
+    return pb.Error(code=error.code, message=message, may_pass=may_pass)
 
 
 def from_proto(error: pb.Error) -> CacheError:
     """The exception of a wire error; a plain `CacheError` if its code is unknown."""
-    return _BY_CODE.get(error.code, CacheError)(error.message)
+    found = _BY_CODE.get(error.code, CacheError)
+    return (TransientLoadError if found is LoadError and error.may_pass else found)(error.message)
 
 
 def require_ready(info: pb.DatasetInfo) -> pb.DatasetInfo:
@@ -204,7 +228,8 @@ def require_ready(info: pb.DatasetInfo) -> pb.DatasetInfo:
     if info.state == pb.DATASET_STATE_READY:
         return info
     if info.state == pb.DATASET_STATE_FAILED:
-        raise LoadError(info.error.message)
+        message = info.error.message
+        raise TransientLoadError(message) if info.error.may_pass else LoadError(message)
     if info.state == pb.DATASET_STATE_UNAVAILABLE:
         raise from_proto(info.error)
     progress = info.progress

@@ -9,12 +9,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
 import subprocess
 import sys
 import sysconfig
+import tarfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -177,11 +179,24 @@ class Cluster:
         return "\n".join([*pods, *events, *self.lines(namespace)[-60:]])
 
 
-@contextmanager
-def control_plane(folder: Path, work: Path, storage_uri: str) -> Iterator[Cluster]:
-    """A control plane and a kubelet on this machine. Unpacked programs stay for the next time."""
+def unpack(folder: Path) -> Path:
+    """The programs of a control plane, which stay unpacked for the next time."""
     unpacked = Path.home() / ".cache/trainer-data-cache/control-plane"
     unpacked.mkdir(parents=True, exist_ok=True)
+    with (unpacked / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        archive = folder / "binaries.tar.xz"
+        if archive.exists() and not (unpacked / "done").exists():
+            with tarfile.open(archive) as programs:
+                programs.extractall(unpacked, filter="data")
+            (unpacked / "done").touch()
+    return unpacked
+
+
+@contextmanager
+def control_plane(folder: Path, work: Path, storage_uri: str) -> Iterator[Cluster]:
+    """A control plane and a kubelet on this machine."""
+    unpacked = unpack(folder)
     (work / "plane").mkdir()
     (work / "plane/bin").symlink_to(unpacked)
     with _program([sys.executable, str(folder / "control_plane.py"), str(work / "plane")]) as plane:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.e2e import rows
-from tests.e2e.clusters import Cluster, control_plane, manifests
+from tests.e2e.clusters import Cluster, control_plane, manifests, unpack
 from tests.train_jobs import env, train_job
 
 Json = dict[str, Any]
@@ -28,6 +28,13 @@ _RUNTIMES = (
     *("jax-distributed-data-cache", "torch-distributed-shared-data-cache"),
     *("torch-distributed-with-cache", "deepspeed-data-cache", "torchtune-qwen2.5-1.5b"),
 )
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Unpacks the control plane before the first test, whose time it would count in."""
+    plane = os.environ.get("E2E_CONTROL_PLANE")
+    if plane and any("cluster" in getattr(item, "fixturenames", ()) for item in session.items):
+        unpack(Path(plane))
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ from kubernetes import client
 
 from tests.e2e.clusters import Cluster, manifests
 from tests.e2e.conftest import MakeJob
-from tests.e2e.jobs import diagnosis_of, job_of, wait_for_finding
+from tests.e2e.jobs import diagnosis_of, job_of, wait_for_end, wait_for_finding
 from tests.e2e.kubelet.pod import NO_REGISTRY
 from tests.train_jobs import container, replicated_job, runtime, train_job
 
@@ -104,3 +104,58 @@ def test_a_bad_source_a_suspended_job_and_an_unknown_one_are_named(
     wait_for_finding(cluster, namespace, "bad", "/nowhere/rows", "source or the SQL")
     unknown = diagnosis_of(cluster, namespace, "lineitem")
     assert unknown.state.endswith("TrainJobs there: bad, waiting")
+
+
+def test_a_name_that_is_too_long_is_named_and_the_longest_is_not(
+    cluster: Cluster, namespace: str, make_job: MakeJob
+) -> None:
+    longest, longer = "j" * 33, "j" * 34
+    for name in (longest, longer):
+        cluster.apply(make_job(name, suspend=True), namespace=namespace)
+    wait_for_finding(cluster, namespace, longer, "name is too long", "at most 33")
+    found = diagnosis_of(cluster, namespace, longest).findings
+    assert [finding.what for finding in found] == ["it is suspended"]
+
+
+def test_a_failed_job_says_the_same_in_its_pod_and_a_longer_name_is_no_part_of_it(
+    cluster: Cluster, namespace: str, make_job: MakeJob
+) -> None:
+    failed, other = make_job("run-2"), make_job("run", suspend=True)
+    failed["spec"]["initializer"]["dataset"]["storageUri"] = "file:///nowhere/rows"
+    cluster.apply(failed, other, namespace=namespace)
+    assert wait_for_end(cluster, namespace, "run-2") == "Failed"
+    found = diagnosis_of(cluster, namespace, "run-2")
+    (finding,) = found.findings
+    (pod,) = (
+        pod
+        for pod in cluster.pods(namespace, "run-2-dataset")
+        if pod["metadata"]["name"] == finding.where.removeprefix("Pod/")
+    )
+    (container,) = pod["status"]["containerStatuses"]
+    message = container["state"]["terminated"]["message"]
+    assert finding.what == f"exited with 65: {message}"
+    assert "/nowhere/rows" in message and len(message) <= 500
+    assert [each.what for each in diagnosis_of(cluster, namespace, "run").findings] == [
+        "it is suspended"
+    ]
+    # The corrected job of this name is not the failed one.
+    cluster.delete("TrainJob", "run-2", namespace)
+    cluster.wait(namespace, lambda: cluster.get("TrainJob", "run-2", namespace) is None, "its end")
+    cluster.apply(make_job("run-2"), namespace=namespace)
+    assert wait_for_end(cluster, namespace, "run-2") == "Complete"
+    assert diagnosis_of(cluster, namespace, "run-2").findings == ()
+
+
+def test_a_source_that_does_not_answer_is_asked_again_and_an_absent_dataset_is_named(
+    cluster: Cluster, namespace: str, make_job: MakeJob
+) -> None:
+    silent, absent = make_job("silent"), make_job("absent")
+    dataset = silent["spec"]["initializer"]["dataset"]
+    dataset["storageUri"] = "http://127.0.0.1:9/rows.parquet"
+    absent["spec"]["trainer"]["args"][0] = absent["spec"]["trainer"]["args"][0].replace(
+        '"rows", cache', '"row", cache'
+    )
+    cluster.apply(silent, absent, namespace=namespace)
+    wait_for_finding(cluster, namespace, "absent", "exited with 1: DatasetNotFoundError", "CACHE_")
+    wait_for_finding(cluster, namespace, "silent", "exited with 75: Transient", "tries again")
+    assert cluster.condition("silent", namespace) is None

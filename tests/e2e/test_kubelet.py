@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cache_runtimes.local.pods import Surroundings
 from cache_runtimes.local.policies import ContainerExit
 from tests.e2e.kubelet.names import Addresses, PodName, dns, labels, pod_names
 from tests.e2e.kubelet.objects import UnsupportedPodError, runner_pod
+from tests.e2e.kubelet.pod import ClusterPod
 from tests.e2e.kubelet.status import PodState, pod_status
 
 Json = dict[str, Any]
@@ -100,6 +108,34 @@ def test_the_status_of_an_ended_pod_has_its_exit_codes(
     assert container["state"]["terminated"]["reason"] == reason
     assert container["restartCount"] == 2
     assert {each["type"]: each["status"] for each in status["conditions"]}["Ready"] == "False"
+
+
+async def ended_pod(patch: Callable[[Json], None], folder: Path) -> None:
+    """Runs a pod that fails at once; each status is patched in a thread."""
+    container = {"name": "node", "image": "some", "command": ["bash"], "args": ["-c", "exit 3"]}
+    made = pod(containers=[container], restartPolicy="Never", hostname="job-node-0-1")
+    around = Surroundings({}, {"PATH": os.environ["PATH"]}, {}, {}, {}, shutil.which)
+
+    async def report(status: Json) -> None:
+        await asyncio.to_thread(patch, status["status"])
+
+    with (folder / "log").open("w") as log:
+        await ClusterPod(made, "127.9.0.2", around, {}, {}, log, report).run()
+
+
+def test_a_slow_patch_of_a_running_pod_does_not_follow_that_of_its_end(tmp_path: Path) -> None:
+    seen: list[str] = []
+    has_ended = threading.Event()
+
+    def patch(status: Json) -> None:
+        if status["phase"] == "Running":
+            has_ended.wait(0.5)  # slow, unless the end overtakes it
+        seen.append(status["phase"])
+        has_ended.set()
+
+    asyncio.run(ended_pod(patch, tmp_path))
+    assert seen[-1] == "Failed"
+    assert "Running" in seen[:-1]
 
 
 def test_the_status_of_a_running_pod_says_whether_it_is_ready() -> None:

@@ -18,10 +18,10 @@ import yaml
 from deltalake import write_deltalake
 from pyiceberg.catalog.sql import SqlCatalog
 
-from cache_client import CacheClient, CacheIterableDataset, DatasetSpec, __main__
+from cache_client import CacheClient, CacheIterableDataset, DatasetSpec
 from cache_client.control import forecast as control_forecast
 from cache_protocol.cli.output import size
-from cache_protocol.errors import ConfigError, LoadError, RequestError
+from cache_protocol.errors import EXIT_CONFIG, EXIT_DATA, ConfigError, LoadError, RequestError
 from cache_protocol.storage.layout import Layout
 from cache_protocol.storage.memory_budget import load_bytes
 from cache_server import LocalCluster
@@ -276,7 +276,7 @@ def test_a_load_that_cannot_fit_is_refused_with_the_forecast(tmp_path: Path, tab
 
         assert not forecast.fits and forecast.memory_limit_bytes == 200_000
         assert forecast.refusal == str(caught.value)
-        assert (planned.returncode, more.returncode) == (__main__.EXIT_DATA, 0)
+        assert (planned.returncode, more.returncode) == (EXIT_DATA, 0)
         assert "it does not fit" in planned.stdout and forecast.refusal in planned.stderr
         assert f"needs {forecast.nodes_needed} nodes of that limit" in str(caught.value)
         assert f"about {forecast.num_bytes} bytes" in str(caught.value)
@@ -546,8 +546,8 @@ def test_cachectl_plan_and_explain_print_it_for_people_and_programs(
     assert facts["schema"]["row"] == "int64"
     assert "split by split" in way.stdout and "each row is computed independently" in way.stdout
     bad = cachectl("plan", spec, *at, "--memory-limit", "lots")
-    assert bad.returncode == __main__.EXIT_CONFIG and "'lots'" in bad.stderr
+    assert bad.returncode == EXIT_CONFIG and "'lots'" in bad.stderr
     long = cachectl("plan", spec, *at, "--memory-limit", "99999PiB")
-    assert long.returncode == __main__.EXIT_CONFIG and "got '99999PiB'" in long.stderr
+    assert long.returncode == EXIT_CONFIG and "got '99999PiB'" in long.stderr
     many = cachectl("plan", spec, *at, "--nodes", 5_000_000_000)
     assert many.returncode == 2 and "'--nodes': Input should be less" in many.stderr

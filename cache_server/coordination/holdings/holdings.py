@@ -112,12 +112,12 @@ class Holdings:
                 if shard.index in held or not self.may_load(node_id, shard.index):
                     continue
                 if shard.failure:
-                    return version.load_error(shard.failure)
+                    return version.load_error(shard.failure, may_pass=shard.failure_may_pass)
                 if self._contradicts(shard):  # a query that gave other rows this time
                     return version.load_error(version.contradiction(shard, node_id))
             lacks_some = len(held) < (version.num_shards or 0)
             if actual.failure and lacks_some and self.may_load(node_id, WHOLE_QUERY):
-                return version.load_error(actual.failure)
+                return version.load_error(actual.failure, may_pass=actual.failure_may_pass)
         return None
 
     @cached_property

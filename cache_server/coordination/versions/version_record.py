@@ -10,7 +10,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
 
-from cache_protocol.errors import CacheError, LoadError, PermissionDeniedError, some_of
+from cache_protocol.errors import (
+    CacheError,
+    LoadError,
+    PermissionDeniedError,
+    TransientLoadError,
+    some_of,
+)
 from cache_protocol.storage.row_index import row_starts
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.auth.principals import Principal, Role
@@ -342,7 +348,7 @@ class VersionRecord:
         """
         self.notes.update(actual.notes)
         if actual.failure and not self.state.was_served:
-            self.fail(self.load_error(actual.failure))
+            self.fail(self.load_error(actual.failure, may_pass=actual.failure_may_pass))
         if actual.HasField("num_shards") and self.result_shards is None and may_record(WHOLE_QUERY):
             self.result_shards = actual.num_shards
         recorded: set[int] = set()
@@ -351,7 +357,7 @@ class VersionRecord:
         for shard in actual.shards:
             if shard.failure:
                 if not self.state.was_served:
-                    self.fail(self.load_error(shard.failure))
+                    self.fail(self.load_error(shard.failure, may_pass=shard.failure_may_pass))
             elif not shard.sealed:
                 continue
             elif shard.index in self.sealed:
@@ -459,6 +465,11 @@ class VersionRecord:
             "the data may be damaged, or need more memory than a node has"
         )
 
-    def load_error(self, reason: str) -> LoadError:
-        """A `LoadError` that names the dataset."""
-        return LoadError(f"dataset {self.pinned.spec.name!r}: {reason}")
+    def load_error(self, reason: str, *, may_pass: bool = False) -> LoadError:
+        """A `LoadError` that names the dataset.
+
+        Args:
+            may_pass: the same load may succeed later.
+        """
+        kind = TransientLoadError if may_pass else LoadError
+        return kind(f"dataset {self.pinned.spec.name!r}: {reason}")

@@ -18,12 +18,13 @@ import adbc_driver_postgresql.dbapi as adbc
 import pyarrow as pa
 
 from cache_protocol.datasets.source_options import POSTGRES, RELATION
-from cache_protocol.errors import CacheError, LoadError, RequestError, without_middle
+from cache_protocol.errors import LoadError, RequestError, without_middle
 from cache_server.egress import gate as gates
 from cache_server.egress.addresses import parse_host
 from cache_server.egress.allowed_sources import POSTGRES_PORT
 from cache_server.object_stores.options import checked, known
 from cache_server.secrets.redaction import redacted
+from cache_server.source.outages import load_error
 from cache_server.sql.quoting import literal
 
 DEFAULT_CONNECT_TIMEOUT_S = 10
@@ -119,7 +120,7 @@ def _held(words: Mapping[str, str], gate: gates.Gate, what: str) -> dict[str, st
         try:
             found = gate.check_host(name, int(port))
         except OSError as error:
-            raise LoadError(f"cannot connect to {what}: {name}: {error.strerror}") from None
+            raise load_error(f"cannot connect to {what}: {name}: {error.strerror}", error) from None
         held += [(name, address, port) for address in found]
     names, addresses, numbers = zip(*held, strict=True)
     return {
@@ -222,7 +223,9 @@ class Session:
             self._connection = adbc.connect(address.uri(secrets), autocommit=True)
         except adbc.Error as error:
             wanted = f" to read {what}" if what else ""
-            raise LoadError(f"cannot connect to {address}{wanted}: {self._reason(error)}") from None
+            raise load_error(
+                f"cannot connect to {address}{wanted}: {self._reason(error)}", error
+            ) from None
         try:
             self._begin(snapshot, search_path)
         except BaseException:
@@ -329,5 +332,5 @@ class Session:
         state = getattr(error, "sqlstate", None) or ""
         # 42: a name is unknown or the SQL is wrong; except a missing privilege.
         refused = (state.startswith("42") and state != "42501") or state == "25006"
-        kind: type[CacheError] = RequestError if refused else LoadError
-        raise kind(f"cannot read {self.what}: {self._reason(error)}") from None
+        message = f"cannot read {self.what}: {self._reason(error)}"
+        raise (RequestError(message) if refused else load_error(message, error)) from None

@@ -34,6 +34,7 @@ from cache_protocol.datasets.dataset_spec import TableSpec
 from cache_protocol.datasets.source_options import POSTGRES
 from cache_protocol.errors import LoadError, RequestError, some_of
 from cache_server.object_stores.options import known
+from cache_server.source.outages import load_error
 from cache_server.source.pinned import Pin, PinnedTable, Split
 from cache_server.sql.quoting import identifier
 from cache_server.tables.postgres.cut import Cutting
@@ -229,9 +230,10 @@ def _export(session: Session, address: Address) -> str:
     try:
         return str(session.rows("SELECT pg_catalog.pg_export_snapshot()")[0][0])
     except (LoadError, RequestError) as error:
-        raise LoadError(
+        raise load_error(
             f"database {address} cannot export a snapshot, so that its nodes would not read the "
-            f"same rows: {error}"
+            f"same rows: {error}",
+            error,
         ) from None
 
 

@@ -127,15 +127,19 @@ class Error(google.protobuf.message.Message):
 
     CODE_FIELD_NUMBER: builtins.int
     MESSAGE_FIELD_NUMBER: builtins.int
+    MAY_PASS_FIELD_NUMBER: builtins.int
     code: Global___ErrorCode.ValueType
     message: builtins.str
+    may_pass: builtins.bool
+    """of a load: the same load may succeed later"""
     def __init__(
         self,
         *,
         code: Global___ErrorCode.ValueType = ...,
         message: builtins.str = ...,
+        may_pass: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["code", b"code", "message", b"message"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["code", b"code", "may_pass", b"may_pass", "message", b"message"]) -> None: ...
 
 Global___Error: typing_extensions.TypeAlias = Error
 
@@ -1995,6 +1999,7 @@ class ActualShard(google.protobuf.message.Message):
     ROW_START_FIELD_NUMBER: builtins.int
     ROWS_LOADED_FIELD_NUMBER: builtins.int
     FAILURE_FIELD_NUMBER: builtins.int
+    FAILURE_MAY_PASS_FIELD_NUMBER: builtins.int
     NULLS_FIELD_NUMBER: builtins.int
     RUNNING_FIELD_NUMBER: builtins.int
     index: builtins.int
@@ -2008,6 +2013,8 @@ class ActualShard(google.protobuf.message.Message):
     """progress before it is sealed"""
     failure: builtins.str
     """the load failed for good"""
+    failure_may_pass: builtins.bool
+    """see Error"""
     running: builtins.bool
     """the load has begun; others wait for a thread"""
     @property
@@ -2026,10 +2033,11 @@ class ActualShard(google.protobuf.message.Message):
         row_start: builtins.int = ...,
         rows_loaded: builtins.int = ...,
         failure: builtins.str = ...,
+        failure_may_pass: builtins.bool = ...,
         nulls: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
         running: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["checksum", b"checksum", "failure", b"failure", "index", b"index", "nulls", b"nulls", "num_bytes", b"num_bytes", "num_rows", b"num_rows", "row_start", b"row_start", "rows_fixed", b"rows_fixed", "rows_loaded", b"rows_loaded", "running", b"running", "sealed", b"sealed"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["checksum", b"checksum", "failure", b"failure", "failure_may_pass", b"failure_may_pass", "index", b"index", "nulls", b"nulls", "num_bytes", b"num_bytes", "num_rows", b"num_rows", "row_start", b"row_start", "rows_fixed", b"rows_fixed", "rows_loaded", b"rows_loaded", "running", b"running", "sealed", b"sealed"]) -> None: ...
 
 Global___ActualShard: typing_extensions.TypeAlias = ActualShard
 
@@ -2090,6 +2098,7 @@ class ActualDataset(google.protobuf.message.Message):
     ATTEMPT_FIELD_NUMBER: builtins.int
     NUM_SHARDS_FIELD_NUMBER: builtins.int
     FAILURE_FIELD_NUMBER: builtins.int
+    FAILURE_MAY_PASS_FIELD_NUMBER: builtins.int
     ROWS_LOADED_FIELD_NUMBER: builtins.int
     IDLE_S_FIELD_NUMBER: builtins.int
     WAITS_FIELD_NUMBER: builtins.int
@@ -2104,6 +2113,8 @@ class ActualDataset(google.protobuf.message.Message):
     """Number of shards of a whole query that this node ran or was told of, or of a complete put."""
     failure: builtins.str
     """the whole query failed for good"""
+    failure_may_pass: builtins.bool
+    """see Error"""
     rows_loaded: builtins.int
     """of a running whole query"""
     idle_s: builtins.float
@@ -2129,6 +2140,7 @@ class ActualDataset(google.protobuf.message.Message):
         attempt: builtins.int | None = ...,
         num_shards: builtins.int | None = ...,
         failure: builtins.str = ...,
+        failure_may_pass: builtins.bool = ...,
         rows_loaded: builtins.int = ...,
         idle_s: builtins.float | None = ...,
         waits: builtins.str = ...,
@@ -2137,7 +2149,7 @@ class ActualDataset(google.protobuf.message.Message):
         notes: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_attempt", b"_attempt", "_idle_s", b"_idle_s", "_num_shards", b"_num_shards", "attempt", b"attempt", "idle_s", b"idle_s", "num_shards", b"num_shards"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_attempt", b"_attempt", "_idle_s", b"_idle_s", "_num_shards", b"_num_shards", "attempt", b"attempt", "dataset", b"dataset", "failure", b"failure", "files_read", b"files_read", "fingerprint", b"fingerprint", "idle_s", b"idle_s", "notes", b"notes", "num_shards", b"num_shards", "rows_loaded", b"rows_loaded", "shards", b"shards", "unchanged", b"unchanged", "waits", b"waits"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_attempt", b"_attempt", "_idle_s", b"_idle_s", "_num_shards", b"_num_shards", "attempt", b"attempt", "dataset", b"dataset", "failure", b"failure", "failure_may_pass", b"failure_may_pass", "files_read", b"files_read", "fingerprint", b"fingerprint", "idle_s", b"idle_s", "notes", b"notes", "num_shards", b"num_shards", "rows_loaded", b"rows_loaded", "shards", b"shards", "unchanged", b"unchanged", "waits", b"waits"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_attempt", b"_attempt"]) -> typing.Literal["attempt"] | None: ...
     @typing.overload

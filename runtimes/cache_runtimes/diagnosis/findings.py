@@ -1,104 +1,39 @@
-"""The objects of a TrainJob -> what is wrong, and what to do. Pure."""
+"""The objects of a TrainJob -> what is wrong, and what to do. Pure.
+
+Each cause has one finding, and consequences have none: the failure of a Job follows from that of
+its pod, and a trainer loses a cache that has failed.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
-from cache_runtimes.initializer.cache_health import pod_problems
-from cache_runtimes.local.trainer.jobset import JOBSET_LABEL
-
-Json = dict[str, Any]
+from cache_protocol.errors import short
+from cache_runtimes.diagnosis import causes
+from cache_runtimes.diagnosis.causes import UNHURRIED_S, Cause
+from cache_runtimes.diagnosis.owned import (
+    Objects,
+    is_ready,
+    job_of,
+    line,
+    name_of,
+    own,
+    seconds_since,
+    true_conditions,
+    wanted_pods,
+)
+from cache_runtimes.diagnosis.remedies import remedy
+from cache_runtimes.local.trainer.info import NODE
 
 _QUEUE = "kueue.x-k8s.io/queue-name"
-_REPLICATED_JOB = f"{JOBSET_LABEL}replicatedjob-name"
-# Events by which a controller says that it cannot make an object.
-_REFUSALS = (
-    *("TrainJobResourcesCreationFailed", "JobCreationFailed", "FailedCreate"),
-    *("FailedScheduling", "FailedMount", "Evicted", "Unhealthy"),
-)
-_FAILED = "Failed"
-
-# What a message says -> what to do. The first that matches counts.
-_REMEDIES: tuple[tuple[str, str], ...] = (
-    (
-        r"Limit must be set for non overcommitable resources|must be equal to \S+ limit",
-        "A device, such as nvidia.com/gpu, needs the same number in `requests` and `limits` of "
-        "`spec.trainer.resourcesPerNode`.",
-    ),
-    (
-        r"must be less than or equal to .*limit",
-        "The requests of `spec.trainer.resourcesPerNode` are above the limits of the runtime, or "
-        "its limits are below the requests. Set `limits` and `requests` of the same resources.",
-    ),
-    (
-        r"no matches for kind \"?PodGroup|podgroups?.* not found|PodGroup",
-        "The runtime needs a gang scheduler that this cluster does not have. Install "
-        "scheduler-plugins or Volcano, or use the overlay "
-        "torch-distributed-data-cache-colocated-default-scheduler.",
-    ),
-    (
-        r"exceeded quota",
-        "The namespace has no quota left for the pods. Ask for less, or ask an administrator for "
-        "more (`kubectl describe resourcequota`).",
-    ),
-    (
-        r"violates PodSecurity",
-        "The namespace enforces a Pod Security level that a pod template breaks. Take the fields "
-        "that the message names out of your `runtimePatches`.",
-    ),
-    (
-        r"runAsUser: Invalid value|unable to validate against any security context constraint",
-        "OpenShift chooses the user id of pods. Install the runtimes with "
-        "runtimes/components/openshift.",
-    ),
-    (
-        r"serviceaccount .* not found|error looking up service account",
-        "The namespace lacks the ServiceAccount. For torch-distributed-with-cache, apply its "
-        "namespace-access/ in this namespace.",
-    ),
-    (
-        r"ErrImagePull|ImagePullBackOff|InvalidImageName|ErrImageNeverPull",
-        "The image cannot be fetched. Check its name, `imagePullSecrets`, and whether the machine "
-        "reaches the registry.",
-    ),
-    (
-        r"OOMKilled",
-        "The container needed more memory than its limit. For the cache, give it more nodes or a "
-        "larger limit (`cachectl plan SPEC` says how much); for the trainer, lower `batch_size`, "
-        "`num_workers` or `prefetch_batches`.",
-    ),
-    (
-        r"Insufficient (?P<what>\S+)",
-        "No machine has room for the pod. Ask for less, or wait until other jobs end.",
-    ),
-    (
-        r"untolerated taint|didn't match Pod's node (affinity|selector)",
-        "No machine is allowed for the pod. Check tolerations and `nodeSelector`.",
-    ),
-    (
-        r"secret \"?[^ ]*\"? not found|configmap \"?[^ ]*\"? not found|MountVolume",
-        "A Secret or ConfigMap that the pod mounts or reads does not exist in this namespace.",
-    ),
-    (
-        r"needs the package .* on every node",
-        "The image of the cache pods lacks this source. Install the runtimes with the image "
-        "server-full (`kustomize edit set image`, or `images.server` of the chart; for "
-        "torch-distributed-with-cache, `images.serverFull`).",
-    ),
-    (
-        r"exited with 65\b",
-        "The data or the query is bad. The line above names it; correct the source or the SQL, "
-        "then create the TrainJob again.",
-    ),
-    (
-        r"exited with 78\b",
-        "A setting is bad. The line above names it; correct it and create the TrainJob again.",
-    ),
-    (r"is forbidden|cannot (create|get|list)", "Ask an administrator for this right."),
-)
+_COMPLETE, _FAILED, _SUSPENDED = "Complete", "Failed", "Suspended"
+_DEADLINE = "DeadlineExceeded"
+_LOST_CACHE = re.compile(r"NodeUnavailableError|NotReadyError")
+_RECOVERED_S = 60.0  # ready for so long: an earlier failure of its job is over
+_MOST = 600  # characters
+_LEAST_REPEATED = 20
 
 
 @dataclass(frozen=True)
@@ -106,8 +41,8 @@ class Finding:
     """One thing that is wrong.
 
     Attributes:
-        where: the object, such as ``Pod/lineitem-node-0-0-x7k2p``.
-        what: the cluster's own words, in one line.
+        where: the object, such as ``Pod/lineitem-node-0-0-x7k2p``, and how many others say so.
+        what: the cluster's own words, in one line; never empty.
         remedy: what to do; empty where the words say all there is.
     """
 
@@ -122,147 +57,157 @@ class Diagnosis:
 
     Attributes:
         state: in one sentence.
+        is_well: it waits, trains or is complete, and nothing is wrong.
         findings: the causes, nearest to the TrainJob first.
     """
 
     state: str
+    is_well: bool
     findings: tuple[Finding, ...]
-
-
-@dataclass(frozen=True)
-class Objects:
-    """The objects of one TrainJob, as the API server has them.
-
-    Attributes:
-        train_job: None where it does not exist.
-        train_jobs: the names of all TrainJobs in the namespace.
-        refused: kind -> why it could not be read.
-    """
-
-    train_job: Json | None
-    train_jobs: Sequence[str] = ()
-    jobset: Json | None = None
-    jobs: Sequence[Json] = ()
-    pods: Sequence[Json] = ()
-    events: Sequence[Json] = ()
-    refused: Mapping[str, str] = field(default_factory=dict)
 
 
 def diagnose(name: str, namespace: str, objects: Objects) -> Diagnosis:
     """Says why a TrainJob does not train, or that it does."""
-    if objects.train_job is None:
+    refused = tuple(_refused(objects))
+    train_job = objects.train_job
+    if train_job is None:
         there = ", ".join(sorted(objects.train_jobs)) or "none"
-        refused = tuple(_refused(objects))
-        return Diagnosis(
-            f"TrainJob {name} does not exist in namespace {namespace}; TrainJobs there: {there}",
-            refused,
-        )
-    found = (*_refused(objects), *_of_train_job(objects), *_of_pods(objects), *_of_events(objects))
-    return Diagnosis(_state(name, objects), tuple(dict.fromkeys(found)))
+        state = f"TrainJob {name} does not exist in namespace {namespace}; TrainJobs there: {there}"
+        return Diagnosis(state, False, refused)
+    objects = own(objects)
+    true = true_conditions(train_job)
+    if _COMPLETE in true:
+        found: list[Cause] = []
+    elif _SUSPENDED in true or train_job["spec"].get("suspend"):
+        # A refusal may be over on resume, but not that of what Trainer itself could not make.
+        unmade = [] if objects.jobset else _merged([*causes.of_creations(objects)])
+        told = (*_told(unmade), _suspended(objects))
+        return Diagnosis(_state(name, objects), False, (*refused, *told))
+    else:
+        found = _merged([*causes.of_creations(objects), *_of_pods(objects)])
+        found = [*_deadline(objects), *found] or _without_cause(objects)
+    findings = (*refused, *_told(found))
+    return Diagnosis(_state(name, objects), not findings and _FAILED not in true, findings)
+
+
+def _told(found: Sequence[Cause]) -> tuple[Finding, ...]:
+    return tuple(Finding(each.where, short(each.what, _MOST), remedy(each.what)) for each in found)
 
 
 def _refused(objects: Objects) -> Iterator[Finding]:
     for kind, why in objects.refused.items():
-        remedy = f"You may not read {kind}: ask for the verbs get and list."
-        yield Finding(kind, why, remedy)
+        yield Finding(kind, why, f"You may not read {kind}: ask for the verbs get and list.")
 
 
 def _state(name: str, objects: Objects) -> str:
-    true = _true_conditions(objects.train_job)
-    for condition in ("Complete", _FAILED, "Suspended"):
+    true = true_conditions(objects.train_job)
+    for condition in (_COMPLETE, _FAILED, _SUSPENDED):
         if condition in true:
             said = true[condition].get("message") or true[condition].get("reason") or ""
             return f"TrainJob {name} is {condition.lower()}: {said}".rstrip(": ")
     if objects.jobset is None:
         return f"TrainJob {name} has no JobSet yet: Trainer has not created it"
-    ready = {
-        job: sum(_is_ready(pod) for pod in objects.pods if _job_of(pod) == job)
-        for job in _wanted(objects.jobset)
-    }
-    parts = [f"{job} {ready[job]} of {count}" for job, count in _wanted(objects.jobset).items()]
+    wanted = wanted_pods(objects.jobset)
+    ready = [job_of(pod) for pod in objects.pods if is_ready(pod)]
+    parts = [f"{job} {ready.count(job)} of {count}" for job, count in wanted.items()]
     return f"TrainJob {name} runs; ready pods: {', '.join(parts)}"
 
 
-def _of_train_job(objects: Objects) -> Iterator[Finding]:
+def _suspended(objects: Objects) -> Finding:
     job = objects.train_job or {}
-    name = job["metadata"]["name"]
-    true = _true_conditions(job)
-    if "Suspended" in true or job["spec"].get("suspend"):
-        if _QUEUE in (job["metadata"].get("labels") or {}):
-            remedy = "Kueue admits it when its queue has room: `kubectl get workloads`."
-        else:
-            remedy = f"Resume it: kubectl patch trainjob {name} --type merge -p " + (
-                '\'{"spec":{"suspend":false}}\''
-            )
-        yield Finding(f"TrainJob/{name}", "it is suspended", remedy)
-    for holder in (job, objects.jobset):
-        failed = _true_conditions(holder).get(_FAILED)
-        if holder and failed:
-            what = _line(failed.get("reason"), failed.get("message"))
-            kind = holder.get("kind") or "TrainJob"
-            yield Finding(f"{kind}/{holder['metadata']['name']}", what, _remedy(what))
+    name = name_of(job)
+    if _QUEUE in (job["metadata"].get("labels") or {}):
+        told = "Kueue admits it when its queue has room: `kubectl get workloads`."
+    else:
+        patch = '\'{"spec":{"suspend":false}}\''
+        told = f"Resume it: kubectl patch trainjob {name} --type merge -p {patch}"
+    return Finding(f"TrainJob/{name}", "it is suspended", told)
 
 
-def _of_pods(objects: Objects) -> Iterator[Finding]:
-    for pod in objects.pods:
-        for problem in pod_problems(pod):
-            what = " ".join(problem.text.split())
-            yield Finding(f"Pod/{pod['metadata']['name']}", what, _remedy(what))
+def _deadline(objects: Objects) -> Iterator[Cause]:
+    """That the TrainJob took too long, which says nothing of its pods."""
+    failed = true_conditions(objects.train_job).get(_FAILED)
+    if failed and failed.get("reason") == _DEADLINE:
+        what = line(failed["reason"], failed.get("message"))
+        yield Cause(f"TrainJob/{name_of(objects.train_job or {})}", what, ("deadline",))
 
 
-def _of_events(objects: Objects) -> Iterator[Finding]:
-    """The last refusal of each object; a pod's own status says the rest."""
-    own = {objects.train_job["metadata"]["name"]} if objects.train_job else set()
-    own |= {each["metadata"]["name"] for each in (*objects.jobs, *objects.pods)}
-    last: dict[tuple[str, str], Json] = {}
-    for event in sorted(objects.events, key=_time_of):
-        of = event.get("involvedObject") or event.get("regarding") or {}
-        name = of.get("name") or ""
-        is_own = name in own or any(name.startswith(f"{each}-") for each in own)
-        if is_own and event.get("reason") in _REFUSALS:
-            last[f"{of.get('kind')}/{name}", event["reason"]] = event
-    ready = {f"Pod/{pod['metadata']['name']}" for pod in objects.pods if _is_ready(pod)}
-    for (where, reason), event in last.items():
-        if where in ready or _has_ended(objects):
-            continue
-        what = _line(reason, event.get("message") or event.get("note"))
-        yield Finding(where, what, _remedy(what))
+def _without_cause(objects: Objects) -> list[Cause]:
+    """What there is to say where no pod and no event names a cause."""
+    job = objects.train_job or {}
+    kinds = (("Job", objects.jobs), ("JobSet", objects.jobsets), ("TrainJob", [job]))
+    for kind, holders in kinds:
+        for holder in holders:
+            if condition := true_conditions(holder).get(_FAILED):
+                what = line(condition.get("reason") or _FAILED, condition.get("message"))
+                return [Cause(f"{kind}/{name_of(holder)}", what, ("failed",))]
+    makers = (
+        ("TrainJob", job, objects.jobsets, "Trainer"),
+        *(("JobSet", jobset, objects.jobs, "JobSet") for jobset in objects.jobsets),
+    )
+    for kind, maker, made, program in makers:
+        waits_s = seconds_since(maker["metadata"].get("creationTimestamp"), objects.now)
+        if not made and waits_s > UNHURRIED_S:
+            what = f"{program} has made nothing of it for {waits_s:.0f} s"
+            return [Cause(f"{kind}/{name_of(maker)}", what, ("controller",))]
+    return []
 
 
-def _has_ended(objects: Objects) -> bool:
-    return "Complete" in _true_conditions(objects.train_job)
+def _of_pods(objects: Objects) -> list[Cause]:
+    """The causes that pods name, of jobs that are not well again."""
+    found = [
+        cause
+        for pod in objects.pods
+        if not _has_recovered(job_of(pod), objects)
+        for cause in causes.of_pod(pod, objects)
+    ]
+    exits = sorted((cause for cause in found if cause.job), key=lambda cause: cause.at)
+    others = [cause for cause in found if not cause.job]
+    return [*others, *_roots(exits)]
 
 
-def _remedy(text: str) -> str:
-    return next((remedy for pattern, remedy in _REMEDIES if re.search(pattern, text)), "")
+def _has_recovered(job: str, objects: Objects) -> bool:
+    """Whether all pods of a replicated job have been ready for a while."""
+    ready = [pod for pod in objects.pods if job_of(pod) == job and is_ready(pod)]
+    wanted = wanted_pods(objects.jobset).get(job, 1) if objects.jobset else 1
+    since = (true_conditions(pod)["Ready"].get("lastTransitionTime") for pod in ready)
+    return len(ready) >= wanted and all(
+        seconds_since(moment, objects.now) > _RECOVERED_S for moment in since
+    )
 
 
-def _wanted(jobset: Json) -> dict[str, int]:
-    """The number of pods of each replicated job."""
-    return {
-        job["name"]: job.get("replicas", 1) * (job["template"]["spec"].get("parallelism") or 1)
-        for job in jobset["spec"]["replicatedJobs"]
-    }
+def _roots(exits: Sequence[Cause]) -> list[Cause]:
+    """The exits that have no other exit as their cause; the earliest come first.
+
+    In one container of a job, an exit without a known remedy follows from one with it, or from the
+    first of all: ranks lose each other. A trainer that lost the cache follows from an exit of that.
+    """
+    found: list[Cause] = []
+    for job in dict.fromkeys(each.job for each in exits):
+        of_job = [each for each in exits if each.job == job]
+        found += [each for each in of_job if remedy(each.what)] or of_job[:1]
+    caches = [each for each in found if not each.job.endswith(f"/{NODE}")]
+    return [
+        each
+        for each in found
+        if not (caches and each not in caches and _LOST_CACHE.search(each.what))
+    ]
 
 
-def _job_of(pod: Json) -> str | None:
-    found: str | None = (pod["metadata"].get("labels") or {}).get(_REPLICATED_JOB)
-    return found
+def _merged(found: Sequence[Cause]) -> list[Cause]:
+    """Each cause once; one that only repeats another, as the initializer does, is left out."""
+    by_key: dict[tuple[str, ...], list[Cause]] = {}
+    for cause in found:
+        by_key.setdefault(cause.key, []).append(cause)
+    merged = []
+    for same in by_key.values():
+        more = len({each.where for each in same}) - 1
+        where = f"{same[0].where} and {more} more" if more else same[0].where
+        merged.append(Cause(where, same[0].what, same[0].key, same[0].job))
+    return [each for each in merged if not any(_repeats(each, other) for other in merged)]
 
 
-def _is_ready(pod: Json) -> bool:
-    conditions = (pod.get("status") or {}).get("conditions") or ()
-    return any(each["type"] == "Ready" and each["status"] == "True" for each in conditions)
-
-
-def _true_conditions(holder: Json | None) -> dict[str, Json]:
-    conditions = ((holder or {}).get("status") or {}).get("conditions") or ()
-    return {each["type"]: each for each in conditions if each["status"] == "True"}
-
-
-def _time_of(event: Json) -> str:
-    return event.get("lastTimestamp") or event.get("eventTime") or ""
-
-
-def _line(*parts: str | None) -> str:
-    return ": ".join(" ".join(part.split()) for part in parts if part)
+def _repeats(cause: Cause, other: Cause) -> bool:
+    """Whether a cause quotes the words of another one."""
+    words = other.what
+    return cause is not other and len(words) > _LEAST_REPEATED and words in cause.what

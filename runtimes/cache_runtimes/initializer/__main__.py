@@ -17,13 +17,13 @@ import sys
 import threading
 from pathlib import Path
 
-from cache_protocol.errors import CacheError, ConfigError, LoadError, RequestError
-from cache_runtimes.initializer.cache_health import EXIT_CONFIG, EXIT_DATA
+from cache_protocol.cli.exits import tell
+from cache_protocol.errors import CacheError, exit_code
 from cache_runtimes.initializer.cluster import Cluster, connect
 from cache_runtimes.initializer.program import run
 from cache_runtimes.initializer.settings import from_env
 
-EXIT_FAILURE = 1
+_PROGRAM = "initializer"
 EXIT_TERMINATED = 128 + signal.SIGTERM
 _NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -43,12 +43,9 @@ def main() -> None:
         api = connect(os.environ.get("KUBECONFIG") or None)
         ending = run(settings, Cluster(api, settings.namespace), stop)
     except CacheError as error:
-        message = " ".join(str(error).split("\n"))
-        print(f"initializer: {type(error).__name__}: {message}", file=sys.stderr)
-        if isinstance(error, ConfigError):
-            sys.exit(EXIT_CONFIG)
-        sys.exit(EXIT_DATA if isinstance(error, LoadError | RequestError) else EXIT_FAILURE)
-    print(f"initializer: {ending.value}", file=sys.stderr)
+        tell(_PROGRAM, error, os.environ)
+        sys.exit(exit_code(error))
+    tell(_PROGRAM, ending.value, os.environ)
     # Never 0: the Job would count a deleted pod as finished, and not replace it.
     sys.exit(EXIT_TERMINATED)
 

@@ -10,11 +10,16 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 
-from cache_protocol.errors import CacheError, ConfigError, LoadError, NodeUnavailableError
+from cache_protocol.errors import (
+    EXIT_CONFIG,
+    EXIT_DATA,
+    CacheError,
+    ConfigError,
+    LoadError,
+    NodeUnavailableError,
+)
 from cache_runtimes.initializer.plan import CONTAINER, Json
 
-EXIT_DATA = 65  # EX_DATAERR, of `cache-server`: the data or the query is bad
-EXIT_CONFIG = 78  # EX_CONFIG: a setting is bad
 _OWN_REASON = {EXIT_DATA: LoadError, EXIT_CONFIG: ConfigError}
 
 _PERMANENT_REASONS = ("InvalidImageName",)

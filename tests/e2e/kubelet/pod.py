@@ -6,18 +6,19 @@ import asyncio
 import datetime
 import re
 import shlex
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import IO, Any
 
 from cache_runtimes.local import ssh
-from cache_runtimes.local.kubelet import PodRun, probe_succeeds
+from cache_runtimes.local.kubelet import PodRun, probe_succeeds, to_the_end
 from cache_runtimes.local.pods import (
     SSH_KEYS,
     Objects,
     Pod,
+    Process,
     Surroundings,
     processes,
     with_addresses,
@@ -32,7 +33,19 @@ Json = dict[str, Any]
 
 NO_REGISTRY = "nowhere.example.com/"
 _BACKOFF_S = 0.2
+_TERMINATION_LOG = "CACHE_TERMINATION_LOG"
 _STOPPED = 143  # what a container that was stopped counts as
+
+
+def _with_termination_log(process: Process, path: Path) -> Process:
+    """A process with a termination log, which Kubernetes makes before a container starts."""
+    path.touch()
+    return replace(process, environment={**process.environment, _TERMINATION_LOG: str(path)})
+
+
+def _with_message(exit: ContainerExit, path: Path) -> ContainerExit:
+    """The exit with what its container left, as for ``FallbackToLogsOnError``."""
+    return replace(exit, message=path.read_text() or exit.message)
 
 
 def now() -> str:
@@ -54,8 +67,9 @@ class ClusterPod:
     config_maps: Objects
     tokens: Tokens = field(repr=False)
     log: IO[str]
-    report: Callable[[Json], Awaitable[None]]
+    report: Callable[[Json], Coroutine[Any, Any, None]]
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
+    _showing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def run(self) -> None:
         """Runs it to its end, or until it is cancelled; the last status is shown either way.
@@ -93,7 +107,10 @@ class ClusterPod:
         mounted = directories(pod, self.around.secrets, config_maps, self.tokens)
         with mounted as volumes, TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             home = Path(folder)
-            found = processes(pod, (), volumes, self.around, home=home)
+            found = {
+                name: _with_termination_log(process, home / f"termination-{name}")
+                for name, process in processes(pod, (), volumes, self.around, home=home).items()
+            }
             if SSH_KEYS in volumes:
                 ssh.write_files(pod, volumes, home, found[NODE], self.around.find_program("ssh"))
             run = PodRun(
@@ -107,10 +124,11 @@ class ClusterPod:
             )
             showing = asyncio.create_task(self._show_changes(state, run))
             try:
-                return await run.run()
+                exits = await run.run()
             finally:
                 showing.cancel()
                 await asyncio.wait((showing,))
+            return [_with_message(exit, home / f"termination-{exit.container}") for exit in exits]
 
     def _log_line(self, container: str, line: str) -> None:
         print(f"{container} | {line}", file=self.log, flush=True)
@@ -130,7 +148,10 @@ class ClusterPod:
             self._changed.clear()
 
     async def _show(self, state: PodState) -> None:
-        await self.report({"status": pod_status(self.pod["spec"], state, now())})
+        """Shows one status after the other: a slow one would come after that of the end."""
+        async with self._showing:
+            status = pod_status(self.pod["spec"], state, now())
+            await to_the_end(self.report({"status": status}))
 
     def _probe(self, volumes: Mapping[str, Path]) -> Callable[[Pod, Json, Json], Awaitable[bool]]:
         async def succeeds(pod: Pod, container: Json, probe: Json) -> bool:

@@ -84,6 +84,7 @@ PURE_MODULES = (
     "cache_server/shards/put_key.py",
     "cache_server/shards/version_key.py",
     "cache_server/source/byte_ranges.py",
+    "cache_server/source/outages.py",
     "cache_server/source/pinned.py",
     "cache_server/sql/plain_columns.py",
     "cache_server/sql/quoting.py",
@@ -109,7 +110,10 @@ PURE_MODULES = (
     "protos/cache_protocol/datasets/secret_settings.py",
     "protos/cache_protocol/datasets/source_options.py",
     "runtimes/cache_runtimes/initializer/plan.py",
-    "runtimes/cache_runtimes/diagnosis/findings.py",
+    *(
+        f"runtimes/cache_runtimes/diagnosis/{name}.py"
+        for name in ("causes", "findings", "owned", "remedies")
+    ),
     "runtimes/cache_runtimes/initializer/cache_health.py",
     "runtimes/cache_runtimes/local/pods.py",
     "runtimes/cache_runtimes/local/policies.py",
@@ -126,7 +130,7 @@ PURE_MODULES = (
 # What a pure module may import: these, and other pure modules.
 PURE_IMPORTS = (
     *("__future__", "abc", "array", "bisect", "collections", "copy", "dataclasses", "datetime"),
-    *("decimal", "enum"),
+    *("decimal", "enum", "errno", "http.HTTPStatus"),
     *("fractions", "functools", "hashlib", "heapq", "ipaddress", "itertools", "math", "numbers"),
     *("operator",),
     *("csv", "html", "re", "statistics", "string", "struct", "textwrap", "types", "typing"),

@@ -24,22 +24,23 @@ def server() -> Iterator[ApiServer]:
         yield running
 
 
-def run(server: ApiServer, tmp_path: Path, *arguments: str) -> str:
+def run(server: ApiServer, tmp_path: Path, *arguments: str, code: int = 1) -> str:
     kubeconfig = server.write_kubeconfig(tmp_path / "kubeconfig", namespace="a")
     arguments = ("diagnose", *arguments, "--kubeconfig", str(kubeconfig))
     done = CliRunner().invoke(__main__.app, arguments, catch_exceptions=False)
-    assert done.exit_code == 0, done.output
+    assert done.exit_code == code, done.output
     return done.stdout
 
 
 def refuse_a_job(server: ApiServer) -> None:
-    server.store.create("trainjobs", train_job("job"), "a")
+    made = server.store.create("trainjobs", train_job("job"), "a")
+    uid = made["metadata"]["uid"]
     event = {
         "apiVersion": "v1",
         "kind": "Event",
         "metadata": {"name": "e"},
-        "involvedObject": {"kind": "JobSet", "name": "job"},
-        "reason": "JobCreationFailed",
+        "involvedObject": {"kind": "TrainJob", "name": "job", "uid": uid},
+        "reason": "TrainJobResourcesCreationFailed",
         "message": "cpu request must be less than or equal to cpu limit of 2",
     }
     server.store.create("events", event, "a")
@@ -49,10 +50,15 @@ def test_it_prints_the_state_each_cause_and_what_to_do(server: ApiServer, tmp_pa
     refuse_a_job(server)
     state, _, cause, remedy = run(server, tmp_path, "job").splitlines()
     assert state == "TrainJob job has no JobSet yet: Trainer has not created it"
-    assert cause.startswith("JobSet/job: JobCreationFailed: cpu request must be less than")
+    assert cause.startswith("TrainJob/job: TrainJobResourcesCreationFailed: cpu request must be")
     assert remedy.startswith("  The requests of `spec.trainer.resourcesPerNode`")
     assert json.loads(run(server, tmp_path, "job", "--json"))["state"] == state
     assert {verb for verb, _ in server.verbs} == {"list"}
+
+
+def test_a_job_that_only_waits_ends_with_0(server: ApiServer, tmp_path: Path) -> None:
+    server.store.create("trainjobs", train_job("job"), "a")
+    assert run(server, tmp_path, "job", code=0).count("\n") == 1
 
 
 def test_it_says_which_kinds_the_caller_may_not_read(server: ApiServer, tmp_path: Path) -> None:
