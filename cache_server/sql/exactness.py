@@ -25,7 +25,7 @@ import numpy as np
 import pyarrow as pa
 from datafusion import DataFrame, Expr, LogicalPlan, SessionContext, functions, lit
 
-from cache_server.sql.lineage import operands, parts, variant
+from cache_server.sql.lineage import expressions_of, operands, parts, variant
 
 # Optimiser rules without which comparisons are left as they are written.
 SIMPLIFYING_RULES = ("simplify_expressions", "common_sub_expression_eliminate")
@@ -211,23 +211,10 @@ def _written(plan: LogicalPlan, context: SessionContext) -> Iterator[tuple[DataF
     inputs = plan.inputs()
     if len(inputs) == 1:
         rows = context.create_dataframe_from_logical_plan(inputs[0])
-        for expression in _of_node(plan.to_variant()):
+        for expression in expressions_of(plan.to_variant()):
             yield rows, expression if isinstance(expression, Expr) else Expr(expression)
     for child in inputs:
         yield from _written(child, context)
-
-
-def _of_node(node: Any) -> list[Any]:
-    kind = type(node).__name__
-    if kind == "Projection":
-        return list(node.projections())
-    if kind == "Filter":
-        return [node.predicate()]
-    if kind == "Aggregate":
-        return [*node.group_by_exprs(), *node.aggregate_exprs()]
-    if kind == "Sort":
-        return [order.expr() for order in node.sort_exprs()]
-    return []
 
 
 def _function(expression: Expr) -> str:

@@ -192,8 +192,8 @@ BARRIERS = (
         tuple(
             f"cache_server/sql/{name}.py"
             for name in (
-                *("bounded", "exactness", "loader", "local_tables", "planned_types", "queries"),
-                "session",
+                *("bounded", "exactness", "implicit_zones", "loader", "local_tables"),
+                *("planned_types", "queries", "session"),
             )
         ),
     ),
