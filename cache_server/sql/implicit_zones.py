@@ -1,11 +1,11 @@
-"""Finds times without a zone that meet times of a zone, which DataFusion converts by itself.
+"""Finds times without a zone that meet times of a zone, which DataFusion converts silently.
 
 ``zoned = naive`` takes ``naive`` as the time that clocks of the zone show; ``zoned > day`` and
 ``zoned - naive`` take it as UTC. In the SQL standard, the zone of the session counts. So the query
 must say what it means. With UTC, all are one.
 
 The plan before and after its coercion tells which casts the query does not have itself. A text is
-no time without a zone: it becomes a value of the type that it is compared with.
+no time without a zone: it takes the type that it is compared with.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _OF_A_SUBQUERY = re.compile(r"\b__correlated_sq_\d+\.")
 
 @dataclass(frozen=True)
 class _Meeting:
-    """Two times, of which one has a zone.
+    """Two times, only one with a zone.
 
     Attributes:
         zone: that the one has.
