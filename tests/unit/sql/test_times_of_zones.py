@@ -174,6 +174,13 @@ def test_no_part_of_a_query_mixes_times_with_and_without_a_zone(sql: str) -> Non
         ("york_us = CAST(TIMESTAMP '2024-03-10 01:00:00' AS TIMESTAMPTZ)", 1),
         ("york_us = TIMESTAMPTZ '2024-03-10 01:00:00'", 1),
         ("CAST(york_us AS DATE) = DATE '2024-03-09' AND york_us > '2024-03-09 19:30:00'", 1),
+        ("CAST(york_us AS TIMESTAMP) = TIMESTAMP '2024-03-10 01:00:00'", 1),
+        ("naive_ns AT TIME ZONE 'Asia/Tokyo' = TIMESTAMPTZ '2024-03-09 16:00:00'", 1),
+        ("naive_s AT TIME ZONE 'Asia/Tokyo' IN (TIMESTAMPTZ '2024-03-09 16:00:00')", 1),
+        (
+            "array_has([TIMESTAMPTZ '2024-03-09 16:00:00'], naive_ns AT TIME ZONE 'Asia/Tokyo')",
+            1,
+        ),
         ("utc_s = TIMESTAMP '2024-03-10 01:00:00'", 1),
         ("naive_s = '2024-03-10T03:00:00+02:00'", 1),
     ],
