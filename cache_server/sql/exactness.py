@@ -156,8 +156,8 @@ def unsimplified_problem(plan: LogicalPlan, context: SessionContext) -> str:
             return (
                 f"{name} cannot be combined with a year before 1678 or after 2261, with a year "
                 "that begins or ends while the clocks of a zone jump, with a time of a finer unit "
-                "than its column, with a comparison of AT TIME ZONE, with two lists of IN for one value, or with a regular "
-                r"expression that is .* or contains \\: write "
+                "than its column, with a comparison of AT TIME ZONE, with two lists of IN for one "
+                r"value, or with a regular expression that is .* or contains \\: write "
                 f"{_NEED_RULES[name]} instead of {name}, or another condition"
             )
     return ""
