@@ -34,6 +34,7 @@ _DECIMALS = {"d9": pa.decimal128(9, 2), "d20": pa.decimal128(20, 4), "d38": pa.d
 _TIME_TYPES = {
     **{f"t_{unit}": pa.timestamp(unit) for unit in ("ms", "us", "ns")},
     **{f"z_{unit}": pa.timestamp(unit, "Europe/Berlin") for unit in ("ms", "us", "ns")},
+    "y_us": pa.timestamp("us", "America/New_York"),
 }
 # Columns and constants of each family, of mixed widths.
 _ATOMS = {
@@ -47,7 +48,11 @@ _ATOMS = {
     ],
     "decimal": [*_DECIMALS, "CAST(1.25 AS DECIMAL(4, 2))", "CAST(7 AS DECIMAL(38, 0))"],
     "text": ["text", "large", "'x'", "''", "NULL"],
-    "time": [*_TIME_TYPES, "day", "TIMESTAMP '2024-02-29 12:00:00'", "DATE '1994-01-01'"],
+    "time": ["t_ms", "t_us", "t_ns", "day", "TIMESTAMP '2024-02-29 12:00:00'", "DATE '1994-01-01'"],
+    "moment": [
+        *("z_ms", "z_us", "z_ns", "y_us", "TIMESTAMPTZ '2024-02-29 12:00:00 -05:00'"),
+        *("t_us AT TIME ZONE 'Europe/Berlin'", "CAST(t_ms AS TIMESTAMPTZ)"),
+    ],
     "flag": ["flag", "true", "false", "NULL"],
 }
 _CHOICES = [  # for values of any one family
@@ -74,6 +79,7 @@ _OPERATIONS = {
         *("date_trunc('day', {0})", "{0} + INTERVAL '1 day'", "CAST({0} AS DATE)"),
         "CAST({0} AS TIMESTAMP)",
     ],
+    "moment": ["date_trunc('day', {0})", "{0} + INTERVAL '1 day'", "CAST({0} AS TIMESTAMPTZ)"],
     "flag": ["NOT {0}", "{0} AND {1}", "{0} OR {1}"],
 }
 _MIXED = [("integer", "float"), ("integer", "decimal"), ("float", "decimal"), ("integer", "text")]
@@ -193,7 +199,8 @@ class _Columns:
         self._split, self._rows = whole(path), pq.read_table(path)
         with pa.ipc.new_file(self._spooled, self._rows.schema) as file:
             file.write_table(self._rows)
-        self._bare = SessionContext(SessionConfig().with_target_partitions(1))
+        config = SessionConfig().set("datafusion.execution.time_zone", "UTC")
+        self._bare = SessionContext(config.with_target_partitions(1))
         self._bare.register_record_batches("source", [self._rows.to_batches()])
 
     def compare_values(self, values: Sequence[str]) -> None:

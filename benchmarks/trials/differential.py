@@ -3,8 +3,8 @@
     python -m benchmarks.trials.differential [--queries 20000] [--columns 3000]
                                              [--zone-conditions 4] [--seed 0]
 
-- Conditions with DuckDB, over a table with a column of each type: in the SQL of a load, and as
-  ``where`` of a view over the stored rows.
+- Conditions with DuckDB, over a table with a column of each type and times of several zones: in
+  the SQL of a load, and as ``where`` of a view over the stored rows.
 - Computed columns with a bare session of DataFusion: see `computed_columns`.
 - Conditions on times of zones with Python and DuckDB, some for each unit of each zone: see `zones`.
 
@@ -59,6 +59,7 @@ KNOWN = {
     "date_trunc('hour', date) < TIMESTAMP '...'": "DuckDB cuts the timestamp to its day",
 }
 _LOT_BYTES = 1 << 20
+_ZONES = {"utc": "UTC", "york": "America/New_York", "nepal": "Asia/Kathmandu"}
 _EPOCH = datetime(1970, 1, 1)
 _TIMES = [  # at and beside the ends of seconds, days, years and of what nanoseconds can hold
     datetime(1969, 12, 31, 23, 59, 59, 999_000),
@@ -115,14 +116,15 @@ def table(rng: random.Random, num_rows: int = 60) -> pa.Table:
     columns["flag"] = column(pa.bool_(), lambda: rng.random() < 0.5)
     for unit in ("s", "ms", "us", "ns"):
         columns[f"t_{unit}"] = times(unit, _TIMES).cast(pa.timestamp(unit))
-        columns[f"utc_{unit}"] = times(unit, _TIMES).cast(pa.timestamp(unit, "UTC"))
+        for name, zone in _ZONES.items():
+            columns[f"{name}_{unit}"] = times(unit, _TIMES).cast(pa.timestamp(unit, zone))
     columns["far"] = times("ms", [*_TIMES, *_FAR]).cast(pa.timestamp("ms"))
     columns["day"] = times("s", _TIMES).cast(pa.timestamp("s")).cast(pa.date32(), safe=False)
     return pa.table(columns)
 
 
 def _for_duckdb(source: pa.Table) -> pa.Table:
-    """The same values in types in which DuckDB is exact: times in one unit, without a zone."""
+    """The same values in types in which DuckDB is exact: times of UTC without a zone."""
     columns = {}
     for name, values in zip(source.column_names, source.columns, strict=True):
         if pa.types.is_timestamp(values.type):
@@ -135,10 +137,30 @@ def _for_duckdb(source: pa.Table) -> pa.Table:
 
 @dataclass(frozen=True)
 class Sql:
-    """One expression for both engines."""
+    """One expression for both engines.
+
+    Attributes:
+        zone: of a time; DuckDB has the time in UTC.
+    """
 
     ours: str
     theirs: str
+    zone: str = ""
+
+    @property
+    def clock(self) -> str:
+        """What clocks in the zone show, for DuckDB."""
+        return f"timezone('{self.zone}', {_in_utc(self.theirs)})" if self.zone else self.theirs
+
+
+def _in_utc(time: str, zone: str = "UTC") -> str:
+    """The moment of a time without a zone, for DuckDB."""
+    return f"timezone('{zone}', {time})"
+
+
+def _of_zone(ours: str, clock: str, zone: str) -> Sql:
+    """A time of a zone, from what clocks there show for DuckDB."""
+    return Sql(ours, f"timezone('UTC', {_in_utc(clock, zone)})", zone)
 
 
 def _sql(template: str, *parts: Sql) -> Sql:
@@ -170,7 +192,8 @@ class Generator:
                 ]
             )
             return _sql(template, *parts)
-        kind = self._rng.choice([self._number, self._number, self._float, self._time, self._text])
+        kinds = [self._number, self._number, self._float, self._time, self._moment, self._text]
+        kind = self._rng.choice([*kinds * 8, self._any_time])
         values = [kind(0) for _ in range(self._rng.randint(3, 6))]
         if draw < 0.65:
             comparison = self._rng.choice(
@@ -212,9 +235,9 @@ class Generator:
             return _sql(f"({operator})", left, right)
         if draw < 0.4:
             part = self._rng.choice(["year", "month", "day", "hour", "quarter", "week", "doy"])
-            time = self._time(depth + 1)
+            time = self._any_time(depth + 1)
             return Sql(
-                f"EXTRACT({part} FROM {time.ours})", f"EXTRACT({part} FROM {time.theirs})::HUGEINT"
+                f"EXTRACT({part} FROM {time.ours})", f"EXTRACT({part} FROM {time.clock})::HUGEINT"
             )
         if draw < 0.45:
             return _sql("char_length({0})", self._text(depth + 1))
@@ -245,8 +268,48 @@ class Generator:
             *("2.0", "3.0", "4", *(["CAST('NaN' AS DOUBLE)"] if depth == 0 else [])),
         )
 
-    def _time(self, depth: int) -> Sql:
+    def _any_time(self, depth: int) -> Sql:
+        """Also two of these in one comparison, which is refused for zones that are not UTC."""
+        return self._rng.choice([self._time, self._moment])(depth)
+
+    def _moment(self, depth: int) -> Sql:
+        """A time of a zone."""
         draw = self._rng.random()
+        if depth < 1 and draw < 0.2:
+            unit = self._rng.choice(["year", "month", "day", "hour", "second", "week"])
+            inner = self._moment(depth + 1)
+            ours, zone = f"date_trunc('{unit}', {inner.ours})", inner.zone or "UTC"
+            return _of_zone(ours, f"date_trunc('{unit}', {inner.clock}::TIMESTAMP)", zone)
+        if depth < 1 and draw < 0.3:
+            time = self._column("t_s", "t_ms", "t_us", "t_ns")
+            zone = self._rng.choice(list(_ZONES.values()))
+            ours = f"({time.ours} AT TIME ZONE '{zone}')"
+            return _of_zone(ours, f"{time.theirs}::TIMESTAMP", zone)
+        if depth < 1 and draw < 0.35:
+            inner = self._moment(depth + 1)
+            return Sql(f"CAST({inner.ours} AS TIMESTAMPTZ)", inner.theirs)
+        if draw < 0.75 or depth:
+            name = self._rng.choice(list(_ZONES))
+            column = f"{name}_{self._rng.choice(['s', 'ms', 'us', 'ns'])}"
+            return Sql(column, column, _ZONES[name])
+        moment, hours = self._instant(), self._rng.choice([-5, 0, 2])
+        local = moment + timedelta(hours=hours)
+        return Sql(
+            f"TIMESTAMPTZ '{local} {'-' if hours < 0 else '+'}{abs(hours):02}:00'",
+            f"TIMESTAMP '{moment}'",
+        )
+
+    def _instant(self) -> datetime:
+        return self._rng.choice(_TIMES) + timedelta(
+            microseconds=self._rng.choice([0, 0, 1, -1, 999_999, 500, 86_400_000_000])
+        )
+
+    def _time(self, depth: int) -> Sql:
+        """A time without a zone, or one of UTC, which may be compared with it."""
+        draw = self._rng.random()
+        if depth < 1 and draw < 0.05:
+            inner = self._moment(depth + 1)
+            return Sql(f"to_local_time({inner.ours})", inner.clock)
         if depth < 1 and draw < 0.2:
             unit = self._rng.choice(["year", "month", "day", "hour", "second", "week"])
             inner = self._time(depth + 1)
@@ -263,9 +326,7 @@ class Generator:
         if draw < 0.7 or depth:
             names = [f"{kind}_{unit}" for kind in ("t", "utc") for unit in ("s", "ms", "us", "ns")]
             return self._column(*names, "far", "day")
-        time = self._rng.choice(_TIMES) + timedelta(
-            microseconds=self._rng.choice([0, 0, 1, -1, 999_999, 500, 86_400_000_000])
-        )
+        time = self._instant()
         return self._literal(f"TIMESTAMP '{time.isoformat(sep=' ', timespec='microseconds')}'")
 
     def _text(self, depth: int) -> Sql:
@@ -311,9 +372,10 @@ class Comparison:
                 outcome.refuse("theirs", theirs)
             elif ours == theirs:
                 outcome.counts["agree"] += 1
-                self._compare_view(condition.ours, ours, outcome)
             else:
                 outcome.disagree(f"{condition.ours}\n  DataFusion {ours}\n  DuckDB     {theirs}")
+            wanted = theirs if isinstance(ours, str) else ours
+            self._compare_view(condition.ours, wanted, outcome)
 
     def _ours(self, condition: str) -> list[int] | str:
         sql = f"SELECT row FROM source WHERE ({condition})"
@@ -324,7 +386,8 @@ class Comparison:
             return str(error).rpartition(".parquet: ")[2]
         return [row["row"] for row in rows]
 
-    def _compare_view(self, condition: str, wanted: list[int], outcome: Outcome) -> None:
+    def _compare_view(self, condition: str, wanted: list[int] | str, outcome: Outcome) -> None:
+        """Compares a view with the load, or with DuckDB where the load is refused."""
         schema = plain_schema(self._stored.layout.logical)
         try:
             query = check_row_query("", (condition,), schema)
@@ -334,10 +397,12 @@ class Comparison:
             outcome.counts["refused as a view"] += 1
             outcome.errors[str(error)[:110]] += 1
             return
-        if found == wanted:
+        if isinstance(wanted, str):
+            outcome.counts["only as a view"] += 1
+        elif found == wanted:
             outcome.counts["agree as a view"] += 1
         else:
-            outcome.disagree(f"{condition}\n  load {wanted}\n  view {found}")
+            outcome.disagree(f"{condition}\n  load or DuckDB {wanted}\n  view {found}")
 
     def _theirs(self, condition: str) -> list[int] | str:
         try:

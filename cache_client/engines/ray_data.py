@@ -84,7 +84,7 @@ class CacheDatasink(Datasink[PartitionAck | None]):
                 f"dataset {self._name!r} has no rows that tell its columns: give CacheDatasink "
                 "a schema"
             )
-        fields = [field.with_type(_plain_type(field.name, field.type)) for field in schema]
+        fields = [field.with_type(_without_ray_types(field.name, field.type)) for field in schema]
         return self._client.begin_write(self._name, pa.schema(fields), **self._options)
 
     def write(self, blocks: Iterable[Block], ctx: Any) -> PartitionAck | None:
@@ -172,7 +172,7 @@ def _blocks(parts: RowParts, rows: range) -> Iterator[pa.Table]:
         yield pa.Table.from_batches([batch])
 
 
-def _plain_type(name: str, dtype: pa.DataType) -> pa.DataType:
+def _without_ray_types(name: str, dtype: pa.DataType) -> pa.DataType:
     """The type of a column without Ray's extensions."""
     if not isinstance(dtype, pa.BaseExtensionType):
         return dtype
@@ -189,7 +189,7 @@ def _plain_type(name: str, dtype: pa.DataType) -> pa.DataType:
 
 
 def _plain_batch(batch: pa.RecordBatch) -> pa.RecordBatch:
-    fields = [field.with_type(_plain_type(field.name, field.type)) for field in batch.schema]
+    fields = [field.with_type(_without_ray_types(field.name, field.type)) for field in batch.schema]
     columns = [_plain_array(column, field) for column, field in zip(batch, fields, strict=True)]
     return pa.RecordBatch.from_arrays(columns, schema=pa.schema(fields))
 

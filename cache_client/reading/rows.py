@@ -22,6 +22,7 @@ from cache_protocol.storage.layout import (
     from_matrix,
     pool_matrix,
 )
+from cache_protocol.storage.nested_values import retyped
 from cache_protocol.storage.row_index import Indices
 
 
@@ -65,6 +66,9 @@ class Rows:
         """The rows as a batch of logical columns, whose buffers hold only these rows.
 
         Slices of plain columns are copied, because Arrow sends whole buffers to other processes.
+
+        Raises:
+            ConfigError: a column holds more than its type can: see `concat`.
         """
         stored = [
             pa.concat_arrays([self.arrays[index]])
@@ -72,7 +76,17 @@ class Rows:
             else from_matrix(np.ascontiguousarray(self.matrices[index]), column.field)
             for index, column in enumerate(self.layout.columns)
         ]
-        return self.layout.unpack(pa.RecordBatch.from_arrays(stored, schema=self.layout.schema))
+        try:
+            return self.layout.unpack(pa.RecordBatch.from_arrays(stored, schema=self.layout.schema))
+        except pa.ArrowInvalid:  # stored with 64-bit offsets, of a type with 32-bit ones
+            for index, array in self.arrays.items():
+                (name,) = self.layout.columns[index].names
+                dtype = self.layout.flat[name].dtype
+                try:
+                    retyped(array, dtype)
+                except pa.ArrowInvalid:
+                    raise _too_long(name, dtype, [array]) from None
+            raise
 
 
 @dataclass(frozen=True)
@@ -200,12 +214,16 @@ def concat(field: pa.Field, arrays: Sequence[pa.Array]) -> pa.Array:
     except pa.ArrowInvalid as error:
         if "overflow" not in str(error):
             raise
-        rows, size = sum(map(len, arrays)), sum(array.nbytes for array in arrays)
-        raise ConfigError(
-            f"column {field.name!r} has {size:,} bytes in {rows:,} rows that are read together, "
-            f"and a column of type {field.type} ends at 2 GiB: use a smaller batch_size, or cast "
-            f"it in the sql to a type with 64-bit offsets, such as LargeUtf8 or LargeBinary"
-        ) from None
+        raise _too_long(field.name, field.type, arrays) from None
+
+
+def _too_long(name: str, dtype: pa.DataType, arrays: Sequence[pa.Array]) -> ConfigError:
+    rows, size = sum(map(len, arrays)), sum(array.nbytes for array in arrays)
+    return ConfigError(
+        f"column {name!r} has {size:,} bytes in {rows:,} rows that are read together, "
+        f"and a column of type {dtype} ends at 2 GiB: use a smaller batch_size, or cast "
+        f"it in the sql to a type with 64-bit offsets, such as LargeUtf8 or LargeBinary"
+    )
 
 
 def cut(pieces: Iterable[Rows], sizes: Iterable[int]) -> Iterator[Rows]:

@@ -36,13 +36,12 @@ from cache_server.auth.principals import Viewer
 from cache_server.plan.pinned_version import PinnedVersion, split_to_proto
 from cache_server.shards import checked_names, state_files
 from cache_server.shards.disk import remove_file
-from cache_server.shards.version_key import VersionKey
+from cache_server.shards.version_key import Moves, VersionKey
 
 logger = logging.getLogger(__name__)
 
 _FORMAT = 6  # of an entry; raise it with every addition
 _T = TypeVar("_T")
-Moves = Mapping[VersionKey, Mapping[int, tuple[str, ...]]]  # -> shard -> its homes
 _WRONG = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -21,3 +22,6 @@ class VersionKey:
     def of_folder(cls, folder: str, fingerprint: str) -> VersionKey:
         """The version in a folder."""
         return cls(folder.replace("@", "/"), fingerprint)
+
+
+Moves = Mapping[VersionKey, Mapping[int, tuple[str, ...]]]  # -> shard -> the nodes it moves to

@@ -14,13 +14,12 @@ import re
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from itertools import chain
-from typing import Any
 
 import pyarrow as pa
 from datafusion import DataFrame, Expr, LogicalPlan, SessionContext
 
 from cache_server.source.pinned import no_rows
-from cache_server.sql.lineage import operands, parts
+from cache_server.sql.lineage import expressions_of, operands, parts
 from cache_server.sql.selection import selection_of
 from cache_server.sql.session import frame_of, is_apart, open_session
 
@@ -174,27 +173,11 @@ def _nodes(plan: LogicalPlan) -> Iterator[LogicalPlan]:
 
 
 def _parts(plan: LogicalPlan) -> Iterator[Expr]:
-    """The expressions of one node that the bindings show, also inside others."""
-    for expression in _expressions(plan.to_variant()):
+    """The expressions of one node, also inside others; see `_SHOWN`."""
+    node = plan.to_variant()
+    for expression in [] if type(node).__name__ in _SHOWN else expressions_of(node):
         whole = expression if isinstance(expression, Expr) else Expr(expression)
         yield from parts(whole)
-
-
-def _expressions(node: Any) -> list[Any]:
-    kind = type(node).__name__
-    if kind == "Projection":
-        return list(node.projections())
-    if kind == "Filter":
-        return [node.predicate()]
-    if kind == "Sort":
-        return [order.expr() for order in node.sort_exprs()]
-    if kind == "Join":
-        return [*chain.from_iterable(node.on()), *filter(None, [node.filter()])]
-    if kind == "Values":
-        return list(chain.from_iterable(node.values()))
-    if kind == "Limit":
-        return [count for count in (node.skip(), node.fetch()) if count is not None]
-    return []
 
 
 def _of_node(plan: LogicalPlan, context: SessionContext) -> str:

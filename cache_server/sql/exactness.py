@@ -25,7 +25,8 @@ import numpy as np
 import pyarrow as pa
 from datafusion import DataFrame, Expr, LogicalPlan, SessionContext, functions, lit
 
-from cache_server.sql.lineage import operands, parts, variant
+from cache_protocol.storage.type_rules import is_utc
+from cache_server.sql.lineage import expressions_of, operands, parts, variant
 
 # Optimiser rules without which comparisons are left as they are written.
 SIMPLIFYING_RULES = ("simplify_expressions", "common_sub_expression_eliminate")
@@ -80,6 +81,8 @@ def simplifies_wrongly(plan: LogicalPlan, context: SessionContext) -> bool:
     - Years are compared as timestamps. That fails for years that a timestamp[ns] cannot hold, and
       where the clocks of a zone jump over the midnight before a January 1: it comes never or twice.
     - A timestamp with a finer unit than the column's is cut to that unit.
+    - The cast of AT TIME ZONE is taken from the column and turned around on the constant, as if it
+      kept the number: ``t AT TIME ZONE 'Asia/Tokyo' > TIMESTAMPTZ '...'``.
     - Two lists for one value become one: ``x NOT IN (1) OR x NOT IN (2)`` is true, also for NULL.
     - A regular expression of one text becomes LIKE, in which a backslash means something else;
       ``~ '.*'`` is never NULL.
@@ -97,10 +100,14 @@ def simplifies_wrongly(plan: LogicalPlan, context: SessionContext) -> bool:
         if _is_constant(expression) and _wraps(expression, rows) is not None:
             return True
         sides = _compared(expression)
+        if _function(expression) == "array_has":  # becomes IN
+            sides = operands(expression)
         for side in sides:
             *_, inner = _uncast(side)
             if inner.variant_name() == "Literal":  # there may be thousands in a list
                 continue
+            if _adds_zone(side, rows):
+                return True
             others = [other for other in sides if other is not side]
             if _is_beyond(side, others, rows, context) or _is_cut(side, others, rows, context):
                 return True
@@ -149,8 +156,8 @@ def unsimplified_problem(plan: LogicalPlan, context: SessionContext) -> str:
             return (
                 f"{name} cannot be combined with a year before 1678 or after 2261, with a year "
                 "that begins or ends while the clocks of a zone jump, with a time of a finer unit "
-                "than its column, with two lists of IN for one value, or with a regular "
-                r"expression that is .* or contains \\: write "
+                "than its column, with a comparison of AT TIME ZONE, with two lists of IN for one "
+                r"value, or with a regular expression that is .* or contains \\: write "
                 f"{_NEED_RULES[name]} instead of {name}, or another condition"
             )
     return ""
@@ -211,23 +218,10 @@ def _written(plan: LogicalPlan, context: SessionContext) -> Iterator[tuple[DataF
     inputs = plan.inputs()
     if len(inputs) == 1:
         rows = context.create_dataframe_from_logical_plan(inputs[0])
-        for expression in _of_node(plan.to_variant()):
+        for expression in expressions_of(plan.to_variant()):
             yield rows, expression if isinstance(expression, Expr) else Expr(expression)
     for child in inputs:
         yield from _written(child, context)
-
-
-def _of_node(node: Any) -> list[Any]:
-    kind = type(node).__name__
-    if kind == "Projection":
-        return list(node.projections())
-    if kind == "Filter":
-        return [node.predicate()]
-    if kind == "Aggregate":
-        return [*node.group_by_exprs(), *node.aggregate_exprs()]
-    if kind == "Sort":
-        return [order.expr() for order in node.sort_exprs()]
-    return []
 
 
 def _function(expression: Expr) -> str:
@@ -401,6 +395,18 @@ def _is_cut(side: Expr, others: Sequence[Expr], rows: DataFrame, context: Sessio
     values = _values_of([side.cast(types[0]).cast(pa.int64()) for side in constants], context)
     step = units[0] // min(units)
     return any(value is not None and value % step for value in values or [])
+
+
+def _adds_zone(side: Expr, rows: DataFrame) -> bool:
+    """Whether a cast adds a zone that is not UTC to a time."""
+    while side.variant_name() in ("Cast", "TryCast") or _function(side) == "arrow_cast":
+        zone = getattr(_type(side, rows), "tz", None)
+        side = operands(side)[0]
+        inner = _type(side, rows)
+        has_none = pa.types.is_date(inner) or (pa.types.is_timestamp(inner) and not inner.tz)
+        if zone and not is_utc(zone) and has_none:
+            return True
+    return False
 
 
 def _rounded(side: Expr, rows: DataFrame, context: SessionContext) -> str:

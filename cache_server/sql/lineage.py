@@ -95,6 +95,26 @@ def operands(expression: Any) -> list[Any]:
         return []
 
 
+def expressions_of(node: Any) -> list[Any]:
+    """The expressions of one node of a plan that the bindings of DataFusion show."""
+    kind = type(node).__name__
+    if kind == "Projection":
+        return list(node.projections())
+    if kind == "Filter":
+        return [node.predicate()]
+    if kind == "Aggregate":
+        return [*node.group_by_exprs(), *node.aggregate_exprs()]
+    if kind == "Sort":
+        return [order.expr() for order in node.sort_exprs()]
+    if kind == "Join":
+        return [*chain.from_iterable(node.on()), *filter(None, [node.filter()])]
+    if kind == "Values":
+        return list(chain.from_iterable(node.values()))
+    if kind == "Limit":
+        return [count for count in (node.skip(), node.fetch()) if count is not None]
+    return []
+
+
 def _columns(plan: Any, tables: Mapping[str, pa.Schema], *, is_exact: bool) -> _Columns:
     """The columns of a plan with their sources.
 

@@ -18,7 +18,7 @@ from cache_server.sql.formats.batch_rows import (
     batch_rows,
     csv_row_bytes,
 )
-from cache_server.sql.plain_columns import is_nested, plain_column, plain_type
+from cache_server.sql.plain_columns import is_nested, plain_column, type_in_sql
 from cache_server.sql.quoting import identifier
 from cache_server.sql.selection import selection_of
 from cache_server.sql.session import open_session
@@ -125,8 +125,8 @@ def register_view(
         context.sql("SET datafusion.optimizer.enable_leaf_expression_pushdown = false").collect()
     for name in altered:
         dtype = frame.schema().field(name).type
-        to_plain = partial(plain_column, dtype=plain_type(dtype))
-        plain = udf(to_plain, [dtype], plain_type(dtype), "immutable", name="plain")
+        to_plain = partial(plain_column, dtype=type_in_sql(dtype))
+        plain = udf(to_plain, [dtype], type_in_sql(dtype), "immutable", name="plain")
         frame = frame.with_column(name, plain(col(identifier(name))))
     context.register_view(table.name, frame)
 

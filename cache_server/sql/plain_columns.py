@@ -19,15 +19,15 @@ from cache_protocol.storage.nested_values import decoded
 
 def plain_schema(schema: pa.Schema) -> pa.Schema:
     """``schema`` with nullable fields inside its columns, and values for dictionaries."""
-    return pa.schema([field.with_type(plain_type(field.type)) for field in schema])
+    return pa.schema([field.with_type(type_in_sql(field.type)) for field in schema])
 
 
-def plain_type(dtype: pa.DataType) -> pa.DataType:
-    """The type of a column of type ``dtype`` after `plain_column`."""
+def type_in_sql(dtype: pa.DataType) -> pa.DataType:
+    """The type of a column of type ``dtype`` after `plain_column`: views and offsets stay."""
     if isinstance(dtype, pa.BaseExtensionType):
-        return plain_type(dtype.storage_type)
+        return type_in_sql(dtype.storage_type)
     if pa.types.is_dictionary(dtype) or pa.types.is_run_end_encoded(dtype):
-        return plain_type(dtype.value_type)
+        return type_in_sql(dtype.value_type)
     return with_fields(dtype, _plain_field)
 
 
@@ -51,7 +51,7 @@ def plain_column(array: pa.Array, dtype: pa.DataType) -> pa.Array:
     Numbers and strings are shared with ``array``, except those of dictionaries and null lists.
 
     Args:
-        dtype: from `plain_type`, maybe with other names of list items.
+        dtype: from `type_in_sql`, maybe with other names of list items.
     """
     types = pa.types
     if isinstance(array, pa.ExtensionArray):
@@ -83,7 +83,7 @@ def plain_column(array: pa.Array, dtype: pa.DataType) -> pa.Array:
 
 
 def _plain_field(field: pa.Field) -> pa.Field:
-    return field.with_type(plain_type(field.type)).with_nullable(True)
+    return field.with_type(type_in_sql(field.type)).with_nullable(True)
 
 
 def _children(dtype: pa.DataType) -> tuple[pa.Field, ...]:
@@ -156,3 +156,15 @@ def with_wide_codes(dtype: pa.DataType) -> pa.DataType:
         return with_fields(dtype, lambda field: field.with_type(with_wide_codes(field.type)))
     codes = dtype.index_type if dtype.index_type.bit_width >= 32 else pa.int32()
     return pa.dictionary(codes, with_wide_codes(dtype.value_type), dtype.ordered)
+
+
+def with_short_offsets(dtype: pa.DataType) -> pa.DataType:
+    """A type whose strings, binaries and lists have offsets of 32 bits, also in place of views."""
+    types = pa.types
+    if types.is_large_string(dtype) or types.is_string_view(dtype):
+        return pa.string()
+    if types.is_large_binary(dtype) or types.is_binary_view(dtype):
+        return pa.binary()
+    if types.is_large_list(dtype):
+        dtype = pa.list_(dtype.value_field)
+    return with_fields(dtype, lambda field: field.with_type(with_short_offsets(field.type)))

@@ -10,7 +10,8 @@ import pyarrow as pa
 from datafusion import LogicalPlan, SessionContext
 
 from cache_protocol.errors import some_of
-from cache_server.sql.plain_columns import with_fields
+from cache_protocol.storage.nested_values import plain_type
+from cache_server.sql.plain_columns import with_short_offsets
 
 
 def planned_schema(context: SessionContext, plan: LogicalPlan) -> pa.Schema:
@@ -44,30 +45,5 @@ def other_types(arriving: pa.Schema, planned: pa.Schema) -> str:
 
 def is_alike(dtype: pa.DataType, other: pa.DataType) -> bool:
     """Whether two types have the same values, maybe encoded in different ways."""
-    return bool(_decoded(dtype).equals(_decoded(other)))
-
-
-def _decoded(dtype: pa.DataType) -> pa.DataType:
-    """The one type of all encodings of some values."""
-    types = pa.types
-    if isinstance(dtype, pa.BaseExtensionType):
-        return _decoded(dtype.storage_type)
-    if types.is_dictionary(dtype) or types.is_run_end_encoded(dtype):
-        return _decoded(dtype.value_type)
-    if types.is_large_string(dtype) or types.is_string_view(dtype):
-        return pa.string()
-    if types.is_large_binary(dtype) or types.is_binary_view(dtype):
-        return pa.binary()
-    if types.is_struct(dtype):
-        return with_fields(dtype, _decoded_field)
-    if types.is_map(dtype):
-        return pa.map_(_decoded(dtype.key_type), _decoded(dtype.item_type))
-    if types.is_fixed_size_list(dtype):
-        return pa.list_(_decoded(dtype.value_type), dtype.list_size)
-    if types.is_list(dtype) or types.is_large_list(dtype):
-        return pa.list_(_decoded(dtype.value_type))
-    return dtype
-
-
-def _decoded_field(field: pa.Field) -> pa.Field:
-    return pa.field(field.name, _decoded(field.type))
+    one, two = (with_short_offsets(plain_type(kind)) for kind in (dtype, other))
+    return bool(one.equals(two))

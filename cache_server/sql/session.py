@@ -27,6 +27,7 @@ from cache_server.source.pinned import no_rows
 from cache_server.sql import exactness
 from cache_server.sql.exactness import Mode
 from cache_server.sql.formats.batch_rows import DEFAULT_BATCH_ROWS
+from cache_server.sql.implicit_zones import zone_problem
 from cache_server.sql.lineage import parts, variant
 from cache_server.sql.planned_types import planned_schema
 from cache_server.sql.quoting import identifier, shown
@@ -45,6 +46,9 @@ _OF_THE_FILE = ("file_row_index", "input_file_name")
 TABLE_FUNCTIONS = ("generate_series", "range")
 # A time of a query is no time, or two, in the zone of the column that it is compared with.
 _NO_LOCAL_TIME = re.compile(r"Cannot cast timezone to different|error computing timezone offset")
+# Settings for plans that are only looked at.
+_OPTIMISE_NOTHING = "max_passes = 0"
+_JOIN_SUBQUERIES = "enable_physical_uncorrelated_scalar_subquery = false"
 _is_apart = False
 
 
@@ -86,6 +90,8 @@ def open_session(
         # A staged file may lack them.
         .set("datafusion.execution.parquet.bloom_filter_on_read", "false")
         .set("datafusion.sql_parser.parse_float_as_decimal", str(mode.decimal_numbers).lower())
+        # Without it TIMESTAMPTZ and to_timestamp give times without a zone.
+        .set("datafusion.execution.time_zone", "UTC")
     )
     context = SessionContext(config, runtime)
     for name in (*_VOLATILE, *_OF_THE_FILE):
@@ -114,14 +120,23 @@ def _mode_of(sql: str, tables: tuple[tuple[str, pa.Schema], ...]) -> Mode:
         return Mode()
     names = tables[0][1].names[:1] if selection else tables[0][1].names
 
-    def planned(mode: Mode) -> tuple[SessionContext, LogicalPlan]:
+    def frame_in(mode: Mode, setting: str) -> tuple[SessionContext, DataFrame]:
         context = open_session(1, mode=mode)
+        context.sql(f"SET datafusion.optimizer.{setting}")
         for name, schema in tables:
             context.register_record_batches(name, [[no_rows(schema)]])
-        return context, frame_of(context, sql, names).optimized_logical_plan()
+        return context, frame_of(context, sql, names)
+
+    def planned(mode: Mode) -> tuple[SessionContext, LogicalPlan]:
+        context, frame = frame_in(mode, _JOIN_SUBQUERIES)
+        return context, frame.optimized_logical_plan()
 
     mode = Mode(unsimplified=True)
     context, plan = planned(mode)
+    _, frame = frame_in(mode, _OPTIMISE_NOTHING)
+    plans = frame.logical_plan(), frame.optimized_logical_plan(), plan
+    if problem := zone_problem(*plans, context, [schema for _, schema in tables]):
+        raise RequestError(f"sql {shown(sql)}: {problem}")
     if number := exactness.rounded_number(plan, context):
         mode = Mode(unsimplified=True, decimal_numbers=True)
         rounded = RequestError(

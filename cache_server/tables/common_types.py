@@ -22,16 +22,16 @@ _MOST_DIGITS = 76  # of decimal256
 def storage_schema(schema: pa.Schema) -> pa.Schema:
     """``schema`` without extension types and metadata."""
     return pa.schema(
-        [pa.field(field.name, _storage_type(field.type), field.nullable) for field in schema]
+        [pa.field(field.name, _without_extensions(field.type), field.nullable) for field in schema]
     )
 
 
-def _storage_type(dtype: pa.DataType) -> pa.DataType:
+def _without_extensions(dtype: pa.DataType) -> pa.DataType:
     if isinstance(dtype, pa.BaseExtensionType):
-        return _storage_type(dtype.storage_type)
+        return _without_extensions(dtype.storage_type)
     if pa.types.is_dictionary(dtype):
-        return pa.dictionary(dtype.index_type, _storage_type(dtype.value_type), dtype.ordered)
-    return with_fields(dtype, lambda field: field.with_type(_storage_type(field.type)))
+        return pa.dictionary(dtype.index_type, _without_extensions(dtype.value_type), dtype.ordered)
+    return with_fields(dtype, lambda field: field.with_type(_without_extensions(field.type)))
 
 
 def common_type(one: pa.DataType, other: pa.DataType, *, widen: bool = False) -> pa.DataType | None:

@@ -27,6 +27,7 @@ from cache_server.secrets.redaction import redacted, secret_values
 from cache_server.source.outages import load_error
 from cache_server.source.pinned import SourceFile, Split, sized_fields, with_source_type
 from cache_server.sql.formats.batch_rows import batch_rows
+from cache_server.sql.plain_columns import with_fields, with_short_offsets
 from cache_server.tables.column_sizes import Place, plain_bytes, row_bytes
 
 _SMALL_OFFSETS_BYTES = 1 << 30  # a smaller batch fits 32-bit offsets
@@ -58,29 +59,21 @@ def plain_schema(schema: pa.Schema) -> pa.Schema:
     return pa.schema(
         [
             with_source_type(
-                pa.field(field.name, _small(field.type), field.nullable),
-                pa.field(field.name, _small(field.type, keep_extensions=True), field.nullable),
+                pa.field(field.name, _read_type(field.type), field.nullable),
+                pa.field(field.name, _read_type(field.type, keep_extensions=True), field.nullable),
             )
             for field in schema
         ]
     )
 
 
-def _small(dtype: pa.DataType, *, keep_extensions: bool = False) -> pa.DataType:
-    types, small = pa.types, partial(_small, keep_extensions=keep_extensions)
+def _read_type(dtype: pa.DataType, *, keep_extensions: bool = False) -> pa.DataType:
+    """The type of a column of `plain_schema`, or with its extension types."""
     if isinstance(dtype, pa.BaseExtensionType):
-        return dtype if keep_extensions else small(dtype.storage_type)
-    if types.is_large_string(dtype) or types.is_string_view(dtype):
-        return pa.string()
-    if types.is_large_binary(dtype) or types.is_binary_view(dtype):
-        return pa.binary()
-    if types.is_list(dtype) or types.is_large_list(dtype):
-        return pa.list_(pa.field(dtype.value_field.name, small(dtype.value_type)))
-    if types.is_map(dtype):
-        return pa.map_(small(dtype.key_type), small(dtype.item_type))
-    if types.is_struct(dtype):
-        return pa.struct([pa.field(field.name, small(field.type)) for field in dtype])
-    return dtype
+        return dtype if keep_extensions else _read_type(dtype.storage_type)
+    inner = partial(_read_type, keep_extensions=keep_extensions)
+    short = with_short_offsets(dtype)
+    return with_fields(short, lambda child: pa.field(child.name, inner(child.type)))
 
 
 def conform(

@@ -137,6 +137,9 @@ POSTGRES: dict[str, pa.DataType] = {
     "integer[]": pa.list_(pa.int32()),
     "text[]": pa.list_(pa.string()),
     "timestamptz[]": pa.list_(pa.timestamp("us", "UTC")),
+    "numeric(9, 2)": pa.decimal128(9, 2),
+    "numeric(38, 10)": pa.decimal128(38, 10),
+    "numeric(76, 30)": pa.decimal256(76, 30),
 }
 
 

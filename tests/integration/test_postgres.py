@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, date, datetime
 from datetime import time as clock
+from decimal import Decimal
 from pathlib import Path
 
 import adbc_driver_postgresql.dbapi as adbc
@@ -391,8 +392,13 @@ TYPES = {
     "real": ("'1.5'", pa.float32(), 1.5),
     "double precision": ("'-Infinity'", pa.float64(), float("-inf")),
     "numeric": ("123456.75", pa.float64(), 123456.75),
-    "numeric(12,2)": ("-0.25", pa.float64(), -0.25),
-    "numeric(5,0)": ("12345", pa.float64(), 12345.0),
+    "numeric(12,2)": ("-0.25", pa.decimal128(12, 2), Decimal("-0.25")),
+    "numeric(5,0)": ("12345", pa.decimal128(5, 0), Decimal(12345)),
+    "numeric(38,2)": (f"-{'9' * 36}.99", pa.decimal128(38, 2), Decimal(f"-{'9' * 36}.99")),
+    "numeric(76,1)": (f"{'9' * 75}.9", pa.decimal256(76, 1), Decimal(f"{'9' * 75}.9")),
+    "numeric(77,0)": ("12345", pa.float64(), 12345.0),
+    "numeric(3,-2)": ("12345", pa.decimal128(5, 0), Decimal(12300)),
+    "numeric(2,5)": ("0.00012", pa.decimal128(5, 5), Decimal("0.00012")),
     "money": ("'12.34'", pa.float64(), 12.34),
     "boolean": ("true", pa.bool_(), True),
     "text": ("'grün'", pa.string(), "grün"),
@@ -421,7 +427,7 @@ TYPES = {
         "00112233-4455-6677-8899-aabbccddeeff",
     ),
     "mood": ("'ok'", pa.string(), "ok"),
-    "amount": ("3", pa.float64(), 3.0),
+    "amount": ("3", pa.decimal128(8, 2), Decimal("3.00")),
     "pair": ("ROW(1, 'x')", pa.string(), "(1,x)"),
     "priced": ("ROW(1.5, 'x')", pa.string(), "(1.5,x)"),
     "paid": ("ROW('2.50', 1)", pa.string(), "($2.50,1)"),
@@ -755,7 +761,33 @@ def test_arrays_of_a_domain_over_numeric_are_numbers(db: Database) -> None:
         "INSERT INTO t VALUES ('{1.5,NULL}', '{2.25}', '{x}', 4)",
     )
     pin = db.pin(table="t")
-    assert read_all(pin).to_pylist() == [{"a": [1.5, None], "b": [2.25], "c": ["x"], "d": 4.0}]
+    assert read_all(pin).to_pylist() == [
+        {"a": [1.5, None], "b": [2.25], "c": ["x"], "d": Decimal(4)}
+    ]
+
+
+def test_a_query_has_decimals_where_it_says_their_digits(db: Database) -> None:
+    db.run(
+        "CREATE TABLE t (id int PRIMARY KEY, price numeric(20, 2))",
+        "INSERT INTO t SELECT g, g + 90071992547409930.01 FROM generate_series(1, 500) AS g",
+        "CREATE VIEW v AS SELECT * FROM t",
+    )
+    exact = [{"price": Decimal(n) + Decimal("90071992547409930.01")} for n in range(1, 501)]
+    query = "SELECT {} AS price FROM t ORDER BY id"
+
+    for source in ({"query": query.format("price")}, {"table": "v", "split_column": "id"}):
+        pin = db.pin(**source)
+        assert read_all(pin).select(["price"]).to_pylist() == exact
+    cast = db.pin(query=query.format("(price * 2)::numeric(22, 2)"))
+    assert cast.schema.field("price").type == pa.decimal128(22, 2)
+    assert db.pin(query=query.format("price * 2")).schema.field("price").type == pa.float64()
+
+
+def test_a_numeric_that_no_decimal_has_is_named_with_its_column(db: Database) -> None:
+    db.run("CREATE TABLE t (id int, price numeric(9, 2))", "INSERT INTO t VALUES (1, 'NaN')")
+    pin = db.pin(table="t")
+    with pytest.raises(LoadError, match=r"public.t.*'price' holds NaN.*select nullif\(\"price\""):
+        read_all(pin)
 
 
 def test_a_numeric_beyond_float64_is_named_with_its_column(db: Database) -> None:

@@ -11,9 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from cache_protocol.errors import some_of
-from cache_server.shards.version_key import VersionKey
-
-Moves = Mapping[VersionKey, Mapping[int, tuple[str, ...]]]
+from cache_server.shards.version_key import Moves, VersionKey
 
 NO_TAKER = "no other node answers and takes shards"
 

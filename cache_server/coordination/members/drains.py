@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from cache_protocol.errors import RequestError, some_of
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.coordination.catalogue import Catalogue
-from cache_server.coordination.members.drain_plan import Moves
+from cache_server.shards.version_key import Moves
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,8 @@
   integers from 2**31 or 2**63 on. DataFusion trusts these bounds for every type, so the bytes of
   the footer are looked at, as it does.
 - It casts the bounds as the filter casts the column, although not every cast keeps an order: the
-  times of a day begin anew each day, and clocks that are put back reach some days twice.
+  times of a day begin anew each day, and clocks that are put back reach some days twice. A cast
+  that adds a zone is turned around on the constant, as if it kept the number.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from cache_server.sql.formats.footer_bytes import has_old_bounds
 
 _OUT_OF_ORDER = re.compile(r"\bAS (Time(32|64)|Boolean)\b")  # casts that keep no order
 _TO_DATE = re.compile(r"\bAS Date(32|64)\b")
+_TO_ZONE = re.compile(r'\bAS Timestamp\(\w+, "')
 _END_BYTES = 8  # the length of the footer, and PAR1
 
 
@@ -40,6 +42,8 @@ def skips_wrongly(plan: str, path: Path, schema: pa.Schema) -> bool:
         return True
     if any(getattr(field.type, "tz", None) for field in used) and _TO_DATE.search(plan):
         return True
+    if any(_has_no_zone(field.type) for field in used) and _TO_ZONE.search(plan):
+        return True
     unsigned = {field.name for field in used if not _is_signed(field.type)}
     paths = sorted(path.iterdir()) if path.is_dir() else [path]
     return bool(unsigned) and any(has_old_bounds(_tail(path), unsigned) for path in paths)
@@ -57,6 +61,10 @@ def _tail(path: Path) -> bytes:
 def _is_of_floats(dtype: pa.DataType) -> bool:
     values = dtype.value_type if pa.types.is_dictionary(dtype) else dtype
     return bool(pa.types.is_floating(values))
+
+
+def _has_no_zone(dtype: pa.DataType) -> bool:
+    return bool(pa.types.is_date(dtype) or (pa.types.is_timestamp(dtype) and not dtype.tz))
 
 
 def _is_signed(dtype: pa.DataType) -> bool:

@@ -22,6 +22,7 @@ _PARTS = (
     "JOIN parts ON i.inhparent = parts.oid) "
 )
 _FLOATS, _IDS = {"numeric", "money"}, {"oid", "xid", "cid"}
+_MOST_DIGITS = 76  # of a decimal in Arrow
 
 
 @dataclass(frozen=True)
@@ -150,8 +151,13 @@ def check_not_rewritten(session: Session, relation: Relation) -> None:
         )
 
 
-def column_expressions(session: Session, relation: Relation) -> dict[str, str]:
-    """Name -> SQL that casts the column to a type that Arrow has."""
+def column_expressions(
+    session: Session, relation: Relation
+) -> tuple[dict[str, str], dict[str, pa.DataType]]:
+    """Name -> SQL that casts the column to a type that Arrow has.
+
+    Also the decimals that such texts are, by name.
+    """
     schema = session.schema(f"SELECT * FROM {relation.sql} AS q")
     repeated = sorted({name for name in schema.names if schema.names.count(name) > 1})
     if repeated:
@@ -160,10 +166,12 @@ def column_expressions(session: Session, relation: Relation) -> dict[str, str]:
         )
     if not schema.names:
         raise RequestError(f"{relation.path} has no columns")
-    return {
+    expressions = {
         field.name: f"q.{identifier(field.name)}{_cast(session, relation, field)}"
         for field in schema
     }
+    found = {field.name: _decimal(field) for field in schema}
+    return expressions, {name: dtype for name, dtype in found.items() if dtype is not None}
 
 
 def has_gaps(session: Session, relation: Relation, column: str) -> bool:
@@ -180,6 +188,20 @@ def has_gaps(session: Session, relation: Relation, column: str) -> bool:
     return bool(found[0][0])
 
 
+def _decimal(field: pa.Field) -> pa.DataType | None:
+    """The decimal that holds each value of a ``numeric`` whose digits are known; else None."""
+    metadata = field.metadata or {}
+    modifier = int(metadata.get(b"POSTGRESQL:typmod", -1)) - 4  # a header of 4 bytes
+    if metadata.get(b"POSTGRESQL:type") != b"numeric" or modifier < 0:
+        return None
+    scale = ((modifier & 0x7FF) ^ 0x400) - 0x400  # signed, of 11 bits
+    digits = max(modifier >> 16, scale) - min(scale, 0)
+    if digits > _MOST_DIGITS:
+        return None
+    make = pa.decimal128 if digits <= 38 else pa.decimal256
+    return make(digits, max(scale, 0))
+
+
 def _cast(session: Session, relation: Relation, field: pa.Field) -> str:
     name = (field.metadata or {}).get(b"POSTGRESQL:type", b"").decode()
     is_array = pa.types.is_list(field.type) or name.startswith("_")
@@ -187,6 +209,8 @@ def _cast(session: Session, relation: Relation, field: pa.Field) -> str:
     if is_array and has_no_like(field.type):  # the driver does not look into domains
         name = _element_type(session, relation, field.name)
     brackets = "[]" if is_array else ""
+    if _decimal(field) is not None:
+        return "::text"
     if name in _FLOATS:
         through = f"::numeric{brackets}" if name == "money" else ""
         return f"{through}::float8{brackets}"

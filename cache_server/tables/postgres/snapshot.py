@@ -11,7 +11,8 @@ rewritten: their rows stay at their addresses.
 ``public.orders``, or ``public."Orders"`` with capital letters. The server casts types that Arrow
 lacks:
 
-    numeric, money                          float8
+    numeric(p, s) to 76 digits              text, which becomes a decimal
+    other numeric, money                    float8
     oid, xid, cid                           int8
     json, jsonb, uuid, composite and
     all other types                         text
@@ -192,13 +193,13 @@ def _pin(session: Session, address: Address, wanted: Mapping[str, str]) -> Pin:
         "pg_catalog.txid_current_snapshot()::text"
     )
     search_path, database, state = session_facts[0]
-    columns = column_expressions(session, relation)
+    columns, decimals = column_expressions(session, relation)
     check_not_rewritten(session, relation)
     key = _split_key(session, relation, wanted.get("split_column", ""), columns)
     order = _order(relation, key, columns)
     connection = dict(address.parameters)
     reading = _Reading(connection, snapshot, search_path, relation.sql, columns, order)
-    schema = _schema(session, reading, relation)
+    schema = _schema(session, reading, relation, decimals)
     estimate = estimated_rows(session, relation)
     is_counted = relation.is_stored and estimate <= MAX_COUNTED_ROWS
     cutting = Cutting(session, relation, columns, schema, key, estimate, is_counted)
@@ -267,7 +268,9 @@ def _order(relation: Relation, key: str, columns: Mapping[str, str]) -> list[str
     return [*([key] if key else []), *(term for term in rest if term != key)]
 
 
-def _schema(session: Session, reading: _Reading, relation: Relation) -> pa.Schema:
+def _schema(
+    session: Session, reading: _Reading, relation: Relation, decimals: Mapping[str, pa.DataType]
+) -> pa.Schema:
     found = session.schema(reading.select(list(reading.columns)))
     problems = [
         f"column {field.name!r} is {field.type}: select {identifier(field.name)}::text in a query"
@@ -276,7 +279,7 @@ def _schema(session: Session, reading: _Reading, relation: Relation) -> pa.Schem
     ]
     if problems:
         raise RequestError(f"{relation.path} cannot be read: {some_of(problems, '; ')}")
-    return pa.schema([pa.field(field.name, _bare(field.type)) for field in found])
+    return pa.schema([(f.name, decimals.get(f.name) or _bare(f.type)) for f in found])
 
 
 def _bare(dtype: pa.DataType) -> pa.DataType:
@@ -296,8 +299,14 @@ def _conform(batch: pa.RecordBatch, schema: pa.Schema, split: Split) -> pa.Recor
                 f"cannot read {split}: column {field.name!r} holds an infinite {field.type}, or "
                 "one too late for Arrow: filter such rows out in a query"
             )
+        if pa.types.is_decimal(field.type) and pc.any(pc.equal(column, "NaN")).as_py():
+            name = identifier(field.name)
+            raise LoadError(
+                f"cannot read {split}: column {field.name!r} holds NaN, which {field.type} has "
+                f"not: select nullif({name}, 'NaN') or {name}::float8 in a query"
+            )
     arrays = [
-        column.cast(field.type) if pa.types.is_nested(field.type) else column
+        column if column.type.equals(field.type) else column.cast(field.type)
         for field, column in zip(schema, batch.columns, strict=True)
     ]
     return pa.RecordBatch.from_arrays(arrays, schema=schema)

@@ -15,7 +15,7 @@ import pyarrow as pa
 MANTISSA_BITS = {16: 11, 32: 24, 64: 53}
 DAY_NS = 86_400 * 10**9
 _UNITS_NS = {"s": 10**9, "ms": 10**6, "us": 10**3, "ns": 1}
-_UTC = frozenset({"UTC", "Etc/UTC", "Z", "+00:00"})
+_UTC = frozenset({"UTC", "Etc/UTC", "Z", "+00:00", "+00"})
 
 
 class Verdict(IntEnum):
@@ -174,10 +174,15 @@ def unit_ns(dtype: pa.DataType) -> int | None:
 def _time_kind(dtype: pa.DataType) -> tuple[str, str | None]:
     kinds = pa.types
     if kinds.is_timestamp(dtype):
-        return "timestamp", "UTC" if dtype.tz in _UTC else dtype.tz
+        return "timestamp", "UTC" if is_utc(dtype.tz) else dtype.tz
     if kinds.is_duration(dtype):
         return "duration", None
     return "date" if kinds.is_date(dtype) else "time", None
+
+
+def is_utc(zone: str | None) -> bool:
+    """Whether a time zone is UTC, by any of its names."""
+    return zone in _UTC
 
 
 def text_kind(dtype: pa.DataType) -> str | None:

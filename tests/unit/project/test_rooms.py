@@ -197,8 +197,8 @@ BARRIERS = (
         tuple(
             f"cache_server/sql/{name}.py"
             for name in (
-                *("bounded", "exactness", "loader", "local_tables", "planned_types", "queries"),
-                "session",
+                *("bounded", "exactness", "implicit_zones", "loader", "local_tables"),
+                *("planned_types", "queries", "session"),
             )
         ),
     ),

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from cache_client.reading import rows as reading_rows
 from cache_protocol.errors import ConfigError
-from cache_protocol.storage.layout import Layout, from_matrix
+from cache_protocol.storage.layout import Layout, from_matrix, with_large_offsets
 
 LAYOUT = Layout(
     pa.schema(
@@ -143,3 +143,18 @@ def test_a_column_above_2_gib_is_refused_by_name_with_the_remedy() -> None:
         reading_rows.concat(pa.field("text", pa.string()), [half, half])
     assert "2 rows that are read together" in str(caught.value)
     assert "use a smaller batch_size" in str(caught.value)
+
+
+def test_a_batch_above_2_gib_of_a_column_with_64_bit_offsets_is_refused_by_name() -> None:
+    """Nulls without a type take no memory."""
+    logical = pa.schema([("id", pa.list_(pa.null())), ("docs", pa.list_(pa.null()))])
+    layout = Layout(with_large_offsets(logical))
+    few, many = (
+        pa.LargeListArray.from_arrays(pa.array([0, size], pa.int64()), pa.nulls(size))
+        for size in (3, 2**31)
+    )
+    short = reading_rows.Rows(layout, {}, {0: few, 1: few}, 1)
+
+    assert short.to_batch().schema.equals(logical)
+    with pytest.raises(ConfigError, match=r"column 'docs' has .*list<item: null> ends at 2 GiB"):
+        reading_rows.Rows(layout, {}, {0: few, 1: many}, 1).to_batch()
