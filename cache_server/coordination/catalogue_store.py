@@ -7,15 +7,17 @@ import time
 from pathlib import Path
 from typing import Protocol
 
-from cache_protocol.errors import ConfigError
+from cache_protocol.errors import ConfigError, NodeUnavailableError
 from cache_server.shards.disk import NOT_THE_FILES_FAULT, remove_file, replace_file
 
 
-class CatalogueLostError(OSError):
+class CatalogueLostError(NodeUnavailableError, OSError):
     """Another coordinator has the catalogue: what this one decides no longer counts."""
 
+    strerror = "another node coordinates the cache by now"
+
     def __init__(self) -> None:
-        super().__init__(None, "another node coordinates the cache by now")
+        super().__init__(self.strerror)
 
 
 class CatalogueStore(Protocol):
