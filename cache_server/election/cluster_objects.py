@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import errno
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -232,7 +233,9 @@ def _set_up(cluster: Cluster, configuration: Any) -> None:
 
     try:
         if cluster.address is None:
-            config.load_kube_config(client_configuration=configuration)
+            config.load_kube_config(
+                os.environ.get("KUBECONFIG"), client_configuration=configuration
+            )
         else:
             InClusterConfigLoader(
                 str(cluster.directory / "token"), str(cluster.directory / "ca.crt")

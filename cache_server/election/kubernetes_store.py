@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 MAX_BYTES = 400_000  # of a ConfigMap; etcd takes a request of 1.5 MB
 _TERM, _CHANGE = "trainer-data-cache/term", "trainer-data-cache/change"
+_DOCUMENT = "trainer-data-cache/document"
 _RETRY_S = 0.2
 _PATIENCE_S = 8.0  # to learn whether a change happened, below the time for which a lease is valid
 
@@ -143,22 +144,28 @@ class KubernetesStore:
     def _add(self, document: str, content: bytes) -> str:
         """Makes a ConfigMap that nothing refers to yet; returns its name."""
         self._require_not_lost()
-        self._made += 1
-        name = f"{self._root.name}-{self.term}-{self._made}"
-        notes = {"trainer-data-cache/document": document}
+        notes = {_DOCUMENT: document, _CHANGE: uuid.uuid4().hex}
         until = time.monotonic() + _PATIENCE_S
+        name = self._new_name()
         while True:
             try:
                 self._objects.write_map(StoredMap(name, content, notes))
                 return name
-            except ConflictError:
-                return name  # an attempt before had its effect: no other process uses this name
+            except ConflictError:  # with what a person made, or an attempt that had its effect
+                found = self._objects.read_map(name)
+                if found is not None and found.notes == notes:
+                    return name
+                name = self._new_name()
             except RefusedError:
                 raise
             except OSError:
                 if time.monotonic() > until:
                     raise
                 time.sleep(_RETRY_S)
+
+    def _new_name(self) -> str:
+        self._made += 1
+        return f"{self._root.name}-{self.term}-{self._made}"
 
     def _change(self, documents: _Documents) -> None:
         """Makes the documents those of the catalogue, or raises and changes nothing.
