@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import base64
 import errno
-import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -55,7 +54,7 @@ class ClusterObjects:
     """The objects of one cache. Thread-safe.
 
     Args:
-        cluster: of this pod. Outside of a pod, the current context of KUBECONFIG counts.
+        cluster: of this pod. Outside of a pod, the current context of its kubeconfig counts.
         namespace, name: of the Lease; its ConfigMaps have a label with the name.
 
     Raises:
@@ -97,7 +96,7 @@ class ClusterObjects:
 
         Args:
             before: as it was read; None: there was none.
-            holder: from now on; empty: nobody.
+            holder: from now on; empty: no process.
 
         Raises:
             ConflictError: another process was faster. OSError: it may have been written.
@@ -233,9 +232,7 @@ def _set_up(cluster: Cluster, configuration: Any) -> None:
 
     try:
         if cluster.address is None:
-            config.load_kube_config(
-                os.environ.get("KUBECONFIG"), client_configuration=configuration
-            )
+            config.load_kube_config(cluster.kubeconfig, client_configuration=configuration)
         else:
             InClusterConfigLoader(
                 str(cluster.directory / "token"), str(cluster.directory / "ca.crt")

@@ -6,9 +6,9 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from random import SystemRandom
 from typing import Protocol
 
+from cache_protocol.wire.channels import pause_s
 from cache_server.election.cluster_objects import ConflictError
 from cache_server.election.lease import (
     DURATION_S,
@@ -25,7 +25,6 @@ from cache_server.shards.stoppable_thread import StoppableThread
 
 logger = logging.getLogger(__name__)
 
-_RANDOM = SystemRandom()
 _SHORTEST_S = 0.05
 _CLOSE_S = 6.0  # a call may run
 
@@ -41,14 +40,14 @@ class LeaseStore(Protocol):
 
 
 class Elector(StoppableThread):
-    """Takes the lease when nobody holds it, and renews it.
+    """Takes the lease when no process holds it, and renews it.
 
     Args:
         store: of the lease.
         me: identity of this process.
         is_heard: whether the coordinator answered a moment ago: its lease need not be looked at.
         on_holder: called with the location of the holder after each look at a lease of another
-            process; "": nobody holds it.
+            process; "": it is free.
         on_win, on_loss: called in turn, when this process holds the lease, and no longer does.
         clock: monotonic seconds.
     """
@@ -89,7 +88,8 @@ class Elector(StoppableThread):
             except Exception:  # such as no new thread: the next look may work
                 logger.exception("look at the lease failed, will be tried again")
                 wait_s = LOOK_S
-            self._stop.wait(wait_s * _RANDOM.uniform(0.8, 1.0))
+            # Not all nodes at once.
+            self._stop.wait(wait_s - pause_s(1, wait_s / 5, wait_s / 5))
         self._give_up()
 
     def step(self) -> float:

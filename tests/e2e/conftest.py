@@ -95,8 +95,12 @@ def shared_cache(cluster: Cluster) -> Iterator[None]:
         "the shared cache",
     )
     yield
+    # The pods first: a Namespace with pods is looked at again only after half of their grace.
+    cluster.delete("StatefulSet", "data-cache", "data-cache-system")
+    cluster.wait(
+        "data-cache-system", lambda: not cluster.pods("data-cache-system"), "the end of its pods"
+    )
     cluster.delete("Namespace", "data-cache-system")
-    cluster.release_claims("data-cache-system")
     cluster.wait(  # the next test makes it again
         "data-cache-system",
         lambda: cluster.get("Namespace", "data-cache-system", "") is None,

@@ -13,12 +13,12 @@ from tests.api_server import ApiServer
 
 
 @pytest.fixture
-def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServer]:
+def api() -> Iterator[ApiServer]:
     with ApiServer() as server:
-        monkeypatch.setenv("KUBECONFIG", str(server.write_kubeconfig(tmp_path / "kubeconfig")))
         yield server
 
 
 @pytest.fixture
-def objects(api: ApiServer) -> ClusterObjects:
-    return ClusterObjects(Cluster(), "team", "cache")
+def objects(api: ApiServer, tmp_path: Path) -> ClusterObjects:
+    file = api.write_kubeconfig(tmp_path / "kubeconfig")
+    return ClusterObjects(Cluster(kubeconfig=str(file)), "team", "cache")
