@@ -7,9 +7,11 @@ import secrets
 import shutil
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
+from unittest.mock import patch
 
 import psutil
 
@@ -31,12 +33,14 @@ class ElectedNodes:
     """Node processes with one Lease; a context manager.
 
     Args:
-        kubeconfig: of the API server.
+        kubeconfigs: of the API server; one for each node, or one for all.
         namespace: of the Lease.
         directory: of the shards; kept.
     """
 
-    def __init__(self, kubeconfig: Path, namespace: str, directory: Path, count: int = 3) -> None:
+    def __init__(
+        self, kubeconfigs: Path | Sequence[Path], namespace: str, directory: Path, count: int = 3
+    ) -> None:
         self.token = secrets.token_urlsafe(16)
         arguments = [
             *("--leader-election", f"kubernetes:{namespace}/cache-{secrets.token_hex(4)}"),
@@ -46,14 +50,13 @@ class ElectedNodes:
         self.nodes = [
             LocalNode(directory / f"node-{index}", arguments, self.token) for index in range(count)
         ]
-        # The certificate of such a server is of no authority, and each call would say so.
-        self._environment = {"KUBECONFIG": str(kubeconfig), "PYTHONWARNINGS": "ignore"}
+        files = [kubeconfigs] * count if isinstance(kubeconfigs, Path) else kubeconfigs
+        self._kubeconfigs = dict(zip(self.nodes, files, strict=True))
 
     def __enter__(self) -> Self:
-        os.environ.update(self._environment)
         try:
             for node in self.nodes:
-                node.begin()
+                self.begin(node)
             for node in self.nodes:
                 node.wait_until_listening()
             wait_until(lambda: len(self.alive()) == len(self.nodes), WAIT_S, "all nodes join")
@@ -65,8 +68,13 @@ class ElectedNodes:
     def __exit__(self, *_: object) -> None:
         for node in self.nodes:
             node.close()
-        for name in self._environment:
-            os.environ.pop(name, None)
+
+    def begin(self, node: LocalNode) -> None:
+        """Starts a node; `LocalNode.wait_until_listening` must follow."""
+        # The certificate of such a server is of no authority, and each call would say so.
+        environment = {"KUBECONFIG": str(self._kubeconfigs[node]), "PYTHONWARNINGS": "ignore"}
+        with patch.dict(os.environ, environment):
+            node.begin()
 
     def connection(self, node: LocalNode) -> Connection:
         """To one node, over the network."""

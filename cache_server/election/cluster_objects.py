@@ -17,7 +17,8 @@ from cache_protocol.errors import ConfigError, missing_package
 from cache_server.auth.kubernetes import Cluster
 from cache_server.election.lease import Lease
 
-_CONNECT_S, _CALL_S = 2.0, 4.0
+_TIMEOUT_S = (2.0, 4.0)  # to connect, and to answer
+_LEASE_TIMEOUT_S = (1.0, 2.0)  # a renewal that hangs is made again before the lease is over
 _NOT_FOUND, _CONFLICT = 404, 409
 _MAY_PASS = (408, 429)  # of the answers below 500
 _PAGE = 50  # ConfigMaps in one answer
@@ -80,7 +81,7 @@ class ClusterObjects:
         Raises:
             OSError: the API server does not answer.
         """
-        found = self._get(self._leases.read_namespaced_lease, self.name)
+        found = self._get(self._leases.read_namespaced_lease, self.name, _LEASE_TIMEOUT_S)
         if found is None:
             return None
         spec = found.spec
@@ -119,12 +120,10 @@ class ClusterObjects:
         with _errors():
             if before is None:
                 call = self._leases.create_namespaced_lease
-                made = call(self._namespace, body, _request_timeout=(_CONNECT_S, _CALL_S))
+                made = call(self._namespace, body, _request_timeout=_LEASE_TIMEOUT_S)
             else:
                 call = self._leases.replace_namespaced_lease
-                made = call(
-                    self.name, self._namespace, body, _request_timeout=(_CONNECT_S, _CALL_S)
-                )
+                made = call(self.name, self._namespace, body, _request_timeout=_LEASE_TIMEOUT_S)
         version = made.metadata.resource_version
         return Lease(holder, float(round(duration_s)), version, transitions)
 
@@ -151,7 +150,7 @@ class ClusterObjects:
                     label_selector=f"{_CATALOGUE}={self.name}",
                     limit=_PAGE,
                     **({"_continue": more} if more else {}),
-                    _request_timeout=(_CONNECT_S, _CALL_S),
+                    _request_timeout=_TIMEOUT_S,
                 )
             yield from map(_stored, page.items)
             more = page.metadata._continue
@@ -176,11 +175,11 @@ class ClusterObjects:
         with _errors():
             if not wanted.version:
                 made = self._core.create_namespaced_config_map(
-                    self._namespace, body, _request_timeout=(_CONNECT_S, _CALL_S)
+                    self._namespace, body, _request_timeout=_TIMEOUT_S
                 )
             else:
                 made = self._core.replace_namespaced_config_map(
-                    wanted.name, self._namespace, body, _request_timeout=(_CONNECT_S, _CALL_S)
+                    wanted.name, self._namespace, body, _request_timeout=_TIMEOUT_S
                 )
         return _stored(made)
 
@@ -193,13 +192,15 @@ class ClusterObjects:
         delete = self._core.delete_namespaced_config_map
         self._get(delete, name)
 
-    def _get(self, call: Callable[..., Any], name: str) -> Any:
+    def _get(
+        self, call: Callable[..., Any], name: str, timeout_s: tuple[float, float] = _TIMEOUT_S
+    ) -> Any:
         """The answer of a call about an object; None: there is none."""
         from kubernetes.client.exceptions import ApiException
 
         with _errors():
             try:
-                return call(name, self._namespace, _request_timeout=(_CONNECT_S, _CALL_S))
+                return call(name, self._namespace, _request_timeout=timeout_s)
             except ApiException as error:
                 if error.status != _NOT_FOUND:
                     raise

@@ -75,12 +75,13 @@ class KubernetesStore:
         name = f"{self._objects.name}-catalogue"
         while True:
             before = self._objects.read_map(name) or StoredMap(name, _encoded({}))
+            # Of a new catalogue, later than any of one that was deleted: nodes know its terms.
+            term = _term_of(before) + 1 if before.version else int(time.time())
             # After the read: the next holder of the lease replaces the root later than this.
             if not leads():
                 raise CatalogueLostError
             try:
-                notes = _notes(_term_of(before) + 1)
-                return self._objects.write_map(replace(before, notes=notes))
+                return self._objects.write_map(replace(before, notes=_notes(term)))
             except ConflictError:
                 continue
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -95,6 +96,17 @@ def test_a_coordinator_that_wakes_late_changes_nothing(
         change(stale)
     found = open_store()
     assert {name: found.read(name) for name in found.names(".c")} == {".c/a": b"1", ".c/c": b"2"}
+
+
+def test_a_catalogue_that_was_deleted_begins_again_with_a_larger_term(
+    open_store: Open, objects: ClusterObjects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nodes refuse the answers of terms before the last one that they saw."""
+    before = [open_store(), open_store()][-1].term
+    objects.remove_map("cache-catalogue")
+    later_s = time.time() + 60
+    monkeypatch.setattr(time, "time", lambda: later_s)
+    assert open_store().term > before
 
 
 def test_what_a_late_coordinator_left_behind_goes_when_the_next_term_begins(
@@ -205,12 +217,13 @@ def test_a_part_that_a_person_removed_is_damage_of_its_document_only(
 def test_maps_of_another_cache_in_the_namespace_stay(
     objects: ClusterObjects, open_store: Open, api: ApiServer
 ) -> None:
-    api.store.create("configmaps", {"metadata": {"name": "cache-catalogue-1-1"}}, "team")
-    assert [each.name for each in objects.maps()] == []
     store = open_store()
+    foreign = f"cache-catalogue-{store.term}-1"  # the name that it takes next
+    api.store.create("configmaps", {"metadata": {"name": foreign}}, "team")
+    assert [each.name for each in objects.maps()] == ["cache-catalogue"]
     store.write(".c/a", "1")
     store.write(".c/a", "2")
-    assert "cache-catalogue-1-1" in maps(api)
+    assert foreign in maps(api)
     assert open_store().read(".c/a") == b"2"
 
 
