@@ -51,8 +51,9 @@ def test_the_first_failure_stays_and_is_written_once(
     version.fail(LoadError("first"))
     version.fail(LoadError("second"))
     for _ in range(2):
-        coordinator.state.mark_changed()
-        coordinator.state.settle()
+        with coordinator.state.changed:
+            coordinator.state.mark_changed()
+            coordinator.state.settle()
 
     assert (str(version.failure), version.state) == ("first", State.FAILED)
     assert len(written) == 1
@@ -76,9 +77,10 @@ def test_each_version_is_looked_at_once_however_many_there_are(
         return is_read_since(version, time_s)
 
     monkeypatch.setattr(VersionRecord, "is_read_since", counted)
-    coordinator.state.mark_changed()
-    for _ in range(10):  # while nothing changes, none is looked at again
-        coordinator.state.settle()
+    with coordinator.state.changed:
+        coordinator.state.mark_changed()
+        for _ in range(10):  # while nothing changes, none is looked at again
+            coordinator.state.settle()
 
     assert {*looks.values()} == {1} and len(looks) == 8
 
