@@ -96,12 +96,13 @@ class ElectedNodes:
             return None
 
     def leader(self, *apart: LocalNode) -> LocalNode:
-        """The node that all nodes but some call the coordinator."""
+        """The node that all nodes but some call the coordinator; it is none of those."""
 
         def agreed() -> LocalNode | None:
-            found = [self.coordinator_of(node) for node in self.nodes if node not in apart]
+            asked = [node for node in self.nodes if node not in apart]
+            found = map(self.coordinator_of, asked)
             places = {None if each is None else each.control_location for each in found}
-            return next((n for n in self.nodes if places == {n.control_location}), None)
+            return next((node for node in asked if places == {node.control_location}), None)
 
         found = wait_until(agreed, WAIT_S, "a coordinator that all nodes name", poll_s=0.1)
         assert found is not None
