@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from functools import partial
 
 from cache_protocol.errors import CacheError
 from cache_protocol.wire.credentials import Credentials
@@ -95,7 +96,7 @@ class Election:
                 store = KubernetesStore(
                     self._objects,
                     lambda: win == self._wins and self._elector.leads(),
-                    self._elector.resign,
+                    partial(self._resign, win),
                 )
                 with self._lock:
                     if win == self._wins:
@@ -103,9 +104,14 @@ class Election:
             logger.info("coordinates the cache term=%d", store.term)
         except (CacheError, OSError, ValueError) as error:
             logger.error("cannot coordinate the cache reason=%s", error)
-            self._elector.resign()
+            self._resign(win)
         except Exception:
             logger.exception("cannot coordinate the cache")
+            self._resign(win)
+
+    def _resign(self, win: int) -> None:
+        """Gives the Lease up; not if it was won again: then only an earlier lead has ended."""
+        if win == self._wins:
             self._elector.resign()
 
     def _lose(self) -> None:

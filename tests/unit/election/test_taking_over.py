@@ -19,6 +19,7 @@ from cache_server.election.cluster_objects import ClusterObjects
 from cache_server.election.elected_link import ElectedLink
 from cache_server.election.election import Election
 from cache_server.election.kubernetes_store import KubernetesStore
+from tests.api_server import ApiServer, Fault
 from tests.conftest import write_numbered
 from tests.fake_nodes import (
     FILES,
@@ -149,7 +150,7 @@ def test_the_answer_of_an_earlier_term_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_cache_has_one_coordinator_after_another_in_real_time(
-    objects: ClusterObjects, monkeypatch: pytest.MonkeyPatch
+    objects: ClusterObjects, api: ApiServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in (("DURATION_S", 1.0), ("VALID_S", 0.8), ("RENEW_S", 0.2), ("LOOK_S", 0.1)):
         monkeypatch.setattr(elector, name, value)
@@ -184,6 +185,16 @@ def test_a_cache_has_one_coordinator_after_another_in_real_time(
             last.own.required().state.catalogue.write_members(["a"])
         wait_until(lambda: not leaders(), 10.0, "the end of its lead")
         wait_until(leaders, 10.0, "its next lead")
+
+        earlier = last.own.required()
+        api.faults.append(Fault(503, resource="leases"))
+        wait_until(lambda: not leaders(), 10.0, "the end of a lead that cannot be renewed")
+        api.faults.clear()
+        wait_until(leaders, 10.0, "the lead after it")
+        with pytest.raises(CatalogueLostError):  # of a call that still runs
+            earlier.state.catalogue.write_members(["b"])
+        assert leaders() == [last]
+        last.own.required().state.catalogue.write_members(["c"])
     finally:
         for each in elections:
             each.close()
