@@ -154,6 +154,7 @@ class Work:
                 number += 1
             except CacheError as error:
                 self.counts[type(error).__name__] += 1
+                print(f"{self._thread.name}: {type(error).__name__}: {error}", flush=True)
             except BaseException as error:
                 self.defect = error
                 return
