@@ -150,19 +150,25 @@ class KubernetesStore:
         name = self._new_name()
         while True:
             try:
-                self._objects.write_map(StoredMap(name, content, notes))
-                return name
-            except ConflictError:  # with what a person made, or an attempt that had its effect
-                found = self._objects.read_map(name)
-                if found is not None and found.notes == notes:
+                if self._is_added(StoredMap(name, content, notes)):
                     return name
                 name = self._new_name()
             except RefusedError:
                 raise
-            except OSError:
+            except OSError as error:
                 if time.monotonic() > until:
-                    raise
+                    self._lose(error)
+                    raise CatalogueLostError from None
                 time.sleep(_RETRY_S)
+
+    def _is_added(self, wanted: StoredMap) -> bool:
+        """Makes a ConfigMap, if an attempt before did not; False: a person took its name."""
+        try:
+            self._objects.write_map(wanted)
+            return True
+        except ConflictError:
+            found = self._objects.read_map(wanted.name)
+            return found is not None and found.notes == wanted.notes
 
     def _new_name(self) -> str:
         self._made += 1

@@ -165,12 +165,19 @@ def test_a_change_without_an_answer_happens_once(
     assert {name: found.read(name) for name in found.names(".c")} == {".c/a": b"2", ".c/b": b"3"}
 
 
-def test_a_catalogue_of_which_nothing_can_be_learned_counts_as_lost(
-    open_store: Open, api: ApiServer, lost: list[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("steps_done", [0, 1])
+def test_a_catalogue_that_cannot_be_reached_for_long_counts_as_lost(
+    open_store: Open,
+    api: ApiServer,
+    lost: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    steps_done: int,
 ) -> None:
+    """Another node has it soon: a load waits for that node, and does not fail."""
     monkeypatch.setattr(kubernetes_store, "_PATIENCE_S", 0.3)
     store = open_store()
-    api.faults.append(Fault(503, resource="configmaps", skip=1))  # the document is made
+    # The second step is to replace the root.
+    api.faults.append(Fault(503, resource="configmaps", skip=steps_done))
     with pytest.raises(CatalogueLostError):
         store.write(".c/a", "1")
     assert lost == ["lost"]
