@@ -120,6 +120,11 @@ def serve(
         ),
     )
     config = config and _with_options(config, options)
+    if config is not None and config.leader_election and load_from_env:
+        problems.append(
+            f"--load-from-env needs a fixed --coordinator, got --leader-election "
+            f"{config.leader_election}"
+        )
     loads = load_from_env and (config is None or config.is_coordinator)
     spec = None
     if loads and asks_for_dataset(environ):

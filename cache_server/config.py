@@ -210,6 +210,16 @@ class NodeConfig(BaseModel):
             "of a cache can have equal arguments; default: this node."
         ),
     ] = None
+    leader_election: Annotated[
+        str | None,
+        Field(pattern=r"^kubernetes:[a-z0-9-]{1,63}/[a-z0-9-]{1,63}$"),
+        _described_as("kubernetes:NAMESPACE/NAME of a Lease"),
+        Flag(
+            "Instead of --coordinator: the nodes elect it, and another one when it is lost, by the "
+            "Lease NAME of a namespace of Kubernetes. The catalogue is in ConfigMaps beside it.",
+            metavar="kubernetes:<namespace>/<name>",
+        ),
+    ] = None
     num_nodes: Annotated[
         Count, Flag("With --load-from-env: nodes to wait for before the load.")
     ] = 1
@@ -361,6 +371,16 @@ class NodeConfig(BaseModel):
             raise ValueError(f"cannot be combined with auth_jwt, got {', '.join(value)}")
         return value
 
+    @field_validator("leader_election")
+    @classmethod
+    def _has_no_fixed_coordinator(cls, value: str | None, info: ValidationInfo) -> str | None:
+        for other in ("coordinator", "catalogue_dir"):
+            if value and info.data.get(other) is not None:
+                raise ValueError(
+                    f"cannot be combined with {other}, got {value} and {info.data[other]}"
+                )
+        return value
+
     @field_validator("require_client_cert")
     @classmethod
     def _has_certificates(cls, value: bool, info: ValidationInfo) -> bool:
@@ -387,11 +407,19 @@ class NodeConfig(BaseModel):
 
     @property
     def is_coordinator(self) -> bool:
-        """Whether this node coordinates the cache."""
+        """Whether this node coordinates the cache, and no election says so."""
+        if self.leader_election is not None:
+            return False
         if self.coordinator is None:
             return True
         host, _, port = self.coordinator.rpartition(":")
         return int(port) == self.control_port and _same_host(host, self.host)
+
+    @property
+    def lease(self) -> tuple[str, str]:
+        """Namespace and name of the Lease of ``leader_election``."""
+        namespace, _, name = (self.leader_election or "").partition(":")[2].partition("/")
+        return namespace, name
 
     @property
     def shard_limit_bytes(self) -> int | None:

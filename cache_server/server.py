@@ -33,17 +33,20 @@ from cache_server.auth.authenticator import Authenticator
 from cache_server.auth.caller_log import LOAD, CallerLog
 from cache_server.auth.principals import ANYONE, Principal, Viewer
 from cache_server.config import NodeConfig
+from cache_server.coordinating import Coordinating
 from cache_server.coordination.catalogue import Catalogue
 from cache_server.coordination.coordinator import Coordinator
 from cache_server.coordination.environment_load import EnvironmentLoad
 from cache_server.coordination.holdings.holder_checks import HolderChecks
 from cache_server.egress import gate
 from cache_server.egress.allowed_sources import AllowedSources
+from cache_server.election.cluster_objects import ClusterObjects
+from cache_server.election.election import Election
+from cache_server.election.lease import identity
 from cache_server.node import peer_files
 from cache_server.node.coordinator_link import RemoteCoordinator
 from cache_server.node.link import CoordinatorLink
 from cache_server.node.node import Node
-from cache_server.node.second_reader import SecondReader
 from cache_server.node.status import CacheStatus, NodeStatus
 from cache_server.node.traffic import Traffic
 from cache_server.rpc.control_service import ControlService
@@ -88,7 +91,7 @@ class CacheServer:
         self._credentials = config.credentials
         self._authenticator = _authenticator(config, self._credentials)
         self._load: EnvironmentLoad | None = None
-        self._second_reader: SecondReader | None = None
+        self._election: Election | None = None
         load_threads = config.load_threads or loads_at_once(_num_processors())
         with ExitStack() as stack:
             stack.callback(self._authenticator.log.close)
@@ -106,13 +109,9 @@ class CacheServer:
             self._listen(stack)
             sources = AllowedSources(config.allow_source)
             stack.enter_context(gate.opened(sources))
-            coordinator = self._coordinate(stack, store, sources) if config.is_coordinator else None
-            link: CoordinatorLink = coordinator or stack.enter_context(
-                RemoteCoordinator(
-                    f"{TLS_SCHEME if config.tls_cert else ''}{config.coordinator}",
-                    self._credentials,
-                )
-            )
+            description = self._description(store)
+            own, link = self._coordinate(stack, description, sources)
+            coordinator = None if own is None else own.coordinator
             self._readiness = _Readiness(
                 self._control.set_ready, waits=coordinator is not None and load is not None
             )
@@ -120,7 +119,7 @@ class CacheServer:
                 Node(
                     store,
                     link,
-                    self._description(store),
+                    description,
                     load_threads=load_threads,
                     container_bytes=config.container_memory_limit_bytes,
                     credentials=self._credentials,
@@ -143,7 +142,7 @@ class CacheServer:
                 owner = _own_principal(self._authenticator, self._credentials)
                 load = load.renamed(owner.viewer.resolve(load.name))
                 coordinator.expect(load.name)
-            self._serve(coordinator)
+            self._serve(own)
             if coordinator is not None and load is not None:
                 self._load = EnvironmentLoad(
                     coordinator,
@@ -203,42 +202,43 @@ class CacheServer:
             name=socket.gethostname(),
         )
 
-    def _serve(self, coordinator: Coordinator | None) -> None:
-        if coordinator is not None:
-            coordinator.listen(self._node.wake)
+    def _serve(self, own: Coordinating | None) -> None:
+        if own is not None:
+            own.listen(self._node.wake)
         self._flight.attach(self._node)
-        self._control.start(coordinator, self._node.description)
+        self._control.start(None if own is None else own.required, self._node.description)
         self._node.start()
-        if self._second_reader is not None:
-            self._second_reader.start()
         self._scrub.start()
         if self._config.huge_pages:
             self._huge_pages.start()
         # Not by this object: it could not be freed, nor gRPC, beside which no process can fork.
         status = _Status(
-            self._node, coordinator, self._traffic, self._huge_pages, self._scrub, self._readiness
+            self._node, own, self._traffic, self._huge_pages, self._scrub, self._readiness
         )
         self._web.start(status.seen_by, self._readiness.is_ready)
-        if coordinator is not None:
+        if self._election is not None:
+            self._election.start(self._node.forget_coordinator)
+        elif own is not None:
             # The coordinator of this process answers at once. Then the node serves every call.
             self._node.wait_until_joined(_JOIN_TIMEOUT_S)
 
     def _coordinate(
-        self, stack: ExitStack, store: ShardStore, sources: AllowedSources
-    ) -> Coordinator:
-        coordinator = Coordinator(
-            Catalogue(_catalogue_dir(self._config)),
-            sources=sources,
-            endpoints=self.endpoints,
-            heartbeat_interval_s=self._config.heartbeat_interval_s,
-            node_timeout_s=self._config.node_timeout_s,
-            lease_s=self._config.lease_s,
-            checks=HolderChecks(self._config.scrub_interval_s),
-            ask_holder=partial(peer_files.held_shards, credentials=self._credentials),
-        )
-        stack.callback(coordinator.close)
-        self._second_reader = stack.enter_context(SecondReader(coordinator, self._credentials))
-        return coordinator
+        self, stack: ExitStack, node: pb.Node, sources: AllowedSources
+    ) -> tuple[Coordinating | None, CoordinatorLink]:
+        """The coordinator that this process has or may have, and the link of the node to it."""
+        config = self._config
+        make = partial(_coordinator, config, self._credentials, sources, self.endpoints)
+        if config.leader_election is not None:
+            objects = ClusterObjects(config.cluster, *config.lease)
+            me = identity(node.control_location, node.process)
+            self._election = Election(objects, me, make, self._credentials)
+            stack.enter_context(self._election)
+            return self._election.own, self._election.link
+        if config.is_coordinator:
+            own = stack.enter_context(Coordinating(make, self._credentials))
+            return own, own.begin(Catalogue(_catalogue_dir(config)))
+        location = f"{TLS_SCHEME if config.tls_cert else ''}{config.coordinator}"
+        return None, stack.enter_context(RemoteCoordinator(location, self._credentials))
 
     def __enter__(self) -> CacheServer:
         return self
@@ -274,6 +274,8 @@ class CacheServer:
         self._readiness.end()
         if self._load is not None:
             self._load.close(0.0)  # first: loads that end now are no failures
+        if self._election is not None:
+            self._election.close()  # another node coordinates while calls end here
         self._node.stop()
 
         def shut_down() -> None:
@@ -301,7 +303,7 @@ class _Status:
     """What the HTTP port shows. Thread-safe."""
 
     node: Node
-    coordinator: Coordinator | None
+    own: Coordinating | None
     traffic: Traffic
     huge_pages: HugePages
     scrub: Scrub
@@ -318,19 +320,20 @@ class _Status:
         )
         node.MergeFrom(self.node.description)
         cache = None
-        if self.coordinator is not None:
-            jobs = self.coordinator.jobs.jobs(viewer=viewer, most_ranks=0)
+        coordinator = None if self.own is None else self.own.coordinator
+        if coordinator is not None:
+            jobs = coordinator.jobs.jobs(viewer=viewer, most_ranks=0)
             live = {each.name for each in jobs if each.live}
             job = job or (live.pop() if len(live) == 1 else "")
             ranks = []
             if job in {each.name for each in jobs}:
-                ranks = self.coordinator.jobs.jobs(job, viewer=viewer, most_ranks=_MOST_RANKS)
+                ranks = coordinator.jobs.jobs(job, viewer=viewer, most_ranks=_MOST_RANKS)
             cache = CacheStatus(
-                tuple(self.coordinator.nodes()),
-                tuple(self.coordinator.summaries(viewer)),
+                tuple(coordinator.nodes()),
+                tuple(coordinator.summaries(viewer)),
                 tuple(jobs),
                 tuple(ranks),
-                len(self.coordinator.damaged),
+                len(coordinator.damaged),
             )
         return NodeStatus(
             node=node,
@@ -437,6 +440,28 @@ def _own_principal(authenticator: Authenticator, own: Credentials) -> Principal:
             if time.monotonic() > deadline:
                 raise
             time.sleep(_OWN_TOKEN_RETRY_S)
+
+
+def _coordinator(
+    config: NodeConfig,
+    credentials: Credentials,
+    sources: AllowedSources,
+    endpoints: pb.CoordinatorEndpoints,
+    catalogue: Catalogue,
+    term: int,
+) -> Coordinator:
+    of_term = pb.CoordinatorEndpoints(term=term)
+    of_term.MergeFrom(endpoints)
+    return Coordinator(
+        catalogue,
+        sources=sources,
+        endpoints=of_term,
+        heartbeat_interval_s=config.heartbeat_interval_s,
+        node_timeout_s=config.node_timeout_s,
+        lease_s=config.lease_s,
+        checks=HolderChecks(config.scrub_interval_s),
+        ask_holder=partial(peer_files.held_shards, credentials=credentials),
+    )
 
 
 def _catalogue_dir(config: NodeConfig) -> Path:

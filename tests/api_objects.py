@@ -53,6 +53,7 @@ RESOURCES = (
     Resource("", "v1", "nodes", "Node", namespaced=False),
     Resource("apps", "v1", "statefulsets", "StatefulSet"),
     Resource("batch", "v1", "jobs", "Job"),
+    Resource("coordination.k8s.io", "v1", "leases", "Lease"),
     Resource("jobset.x-k8s.io", "v1alpha2", "jobsets", "JobSet"),
     Resource("kubeflow.org", "v1beta1", "experiments", "Experiment"),
     Resource("trainer.kubeflow.org", "v1alpha1", "trainjobs", "TrainJob"),

@@ -9,6 +9,7 @@ from cache_protocol.datasets.dataset_spec import DatasetSpec
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.auth.principals import Principal
 from cache_server.coordination.catalogue import Catalogue
+from cache_server.coordination.catalogue_store import CatalogueStore
 from cache_server.coordination.commits import AskHolder
 from cache_server.coordination.coordinator import Coordinator
 from cache_server.shards.version_key import VersionKey
@@ -221,15 +222,19 @@ def _checksum(shard: pb.DesiredShard) -> str:
     return f"sum-{int(Path(shard.splits[0].file.path).stem.removeprefix('part-'))}"
 
 
+HERE = pb.CoordinatorEndpoints(flight_location="grpc://here:1", control_location="here:1")
+
+
 def make_coordinator(
-    directory: Path, clock: Clock, ask_holder: AskHolder | None = None
+    place: Path | CatalogueStore,
+    clock: Clock,
+    ask_holder: AskHolder | None = None,
+    endpoints: pb.CoordinatorEndpoints = HERE,
 ) -> Coordinator:
-    """A coordinator of the catalogue in ``directory``: the same one again after a restart."""
+    """A coordinator of the catalogue in a directory or a store: the same one after a restart."""
     return Coordinator(
-        Catalogue(directory / "catalogue"),
-        endpoints=pb.CoordinatorEndpoints(
-            flight_location="grpc://here:1", control_location="here:1"
-        ),
+        Catalogue(place / "catalogue" if isinstance(place, Path) else place),
+        endpoints=endpoints,
         heartbeat_interval_s=0.01,
         node_timeout_s=TIMEOUT_S,
         lease_s=LEASE_S,

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from cache_client.control.commits import Commits
-from cache_client.control.coordinator import Coordinator
+from cache_client.control.coordinator import Calls, Coordinator
 from cache_client.control.drains import wait_until_drained
 from cache_client.control.forecast import LoadForecast
 from cache_client.control.forecast import from_proto as forecast_from_proto
@@ -139,11 +139,15 @@ class CacheClient:
         request = pb.CreateDatasetRequest(
             spec=spec.to_proto(), secrets=spec.secrets_to_proto(), **options
         )
-        with self._coordinator.calls(deadline) as calls:
+
+        def load(calls: Calls) -> pb.DatasetInfo:
             info = create(calls, request, timeout_s, deadline)
             if wait:
                 with listeners_of(spec.name, on_progress, progress) as report:
                     info = wait_until_loaded(calls, spec.name, info, report, deadline)
+            return info
+
+        info = self._coordinator.run(load, deadline)
         if info.state == pb.DATASET_STATE_FAILED:
             raise LoadError(info.error.message)
         return dataset_info(info)

@@ -16,7 +16,7 @@ from tenacity import (
     wait_exponential,
 )
 
-from cache_client.control.coordinator import Coordinator
+from cache_client.control.coordinator import Calls, Coordinator
 from cache_client.control.infos import DatasetInfo, dataset_info
 from cache_client.control.loads import listeners_of, wait_until_loaded
 from cache_client.writing.writes import Write
@@ -80,11 +80,9 @@ class Commits:
             nonlocal info
             while True:
                 try:
-                    with (
-                        self.coordinator.calls(deadline) as calls,
-                        listeners_of(name, on_progress, show=False) as report,
-                    ):
-                        info = wait_until_loaded(calls, name, info, report, deadline)
+                    with listeners_of(name, on_progress, show=False) as report:
+                        waited = partial(_wait_until_loaded, name, info, report, deadline)
+                        info = self.coordinator.run(waited, deadline)
                     return info
                 except StaleVersionError as replaced:  # by an append, or by other rows
                     try:
@@ -139,3 +137,13 @@ class Commits:
         """Aborts a write; see `Write.abort`."""
         request = pb.AbortWriteRequest(write_id=write.write_id)
         self.coordinator.ask("AbortWrite", request)
+
+
+def _wait_until_loaded(
+    name: str,
+    info: pb.DatasetInfo,
+    report: Callable[[LoadReport], None],
+    deadline: float | None,
+    calls: Calls,
+) -> pb.DatasetInfo:
+    return wait_until_loaded(calls, name, info, report, deadline)

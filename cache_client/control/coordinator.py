@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 
@@ -19,21 +19,30 @@ from cache_client.flight.call_threads import CallThreads
 from cache_client.flight.connections import NodeConnection
 from cache_client.flight.forks import fork_gate
 from cache_client.job.connection import Access
+from cache_protocol.errors import NodeUnavailableError, NotReadyError
+from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.v1 import cache_pb2_grpc
-from cache_protocol.wire.channels import from_rpc_error, open_channel
+from cache_protocol.wire.channels import from_rpc_error, open_channel, pause_s
 from cache_protocol.wire.credentials import Credentials
 
 MIN_LOOKUP_S = 1.0  # to find the coordinator, even if the limit of the call is shorter
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 1.0  # while the nodes elect a coordinator
+_T = TypeVar("_T")
 _MAX_TIMEOUT_S = 1e9  # of a call: gRPC takes a longer one as no limit
 
 
 @dataclass(frozen=True)
 class Calls:
-    """Calls to a coordinator, made in other threads."""
+    """Calls to a coordinator, made in other threads.
+
+    Attributes:
+        is_elected: another node may become the coordinator.
+    """
 
     threads: CallThreads
     stub: cache_pb2_grpc.CoordinatorStub
     credentials: Credentials
+    is_elected: bool = False
 
     def call(self, method: Callable[..., Any], request: object, deadline: float | None) -> Any:
         """The answer to a request, before the deadline."""
@@ -73,11 +82,45 @@ class Coordinator:
             CacheError: of the coordinator, or because it does not answer.
         """
         deadline = self.deadline() if deadline is None else deadline
-        with self.calls(deadline) as calls:
-            return calls.call(getattr(calls.stub, method), request, deadline)
+        return self.run(
+            lambda calls: calls.call(getattr(calls.stub, method), request, deadline), deadline
+        )
+
+    def run(self, action: Callable[[Calls], _T], deadline: float | None) -> _T:
+        """What ``action`` returns.
+
+        Where the nodes elect their coordinator, it is called again while they elect another one,
+        for ``deadline_s`` at most.
+
+        Raises:
+            CacheError: of the coordinator, or because it does not answer.
+        """
+        until, attempt = None, 0
+        while True:
+            calls: Calls | None = None
+            begun = time.monotonic()
+            try:
+                with self._calls(deadline) as calls:
+                    return action(calls)
+            except NotReadyError:  # of a node that knows no coordinator, or an answer
+                if calls is not None:
+                    raise
+                failed = time.monotonic()
+                if until is not None and failed >= until:
+                    raise
+            except NodeUnavailableError:
+                failed = time.monotonic()
+                if calls is None or not calls.is_elected or (until is not None and failed >= until):
+                    raise
+            if until is None or failed - begun > self.access.deadline_s:
+                until = failed + self.access.deadline_s
+            if deadline is not None:
+                until = min(until, deadline)
+            attempt += 1
+            time.sleep(pause_s(attempt, _FIRST_PAUSE_S, _LONGEST_PAUSE_S))
 
     @contextmanager
-    def calls(self, deadline: float | None) -> Iterator[Calls]:
+    def _calls(self, deadline: float | None) -> Iterator[Calls]:
         """Finds the coordinator, and opens a channel to it.
 
         Raises:
@@ -88,19 +131,21 @@ class Coordinator:
         if remaining_s is not None:
             lookup_s = min(lookup_s, max(remaining_s, MIN_LOOKUP_S))
         with CallThreads() as threads:
-            location = threads.call(self._find, lookup_s)
+            found = threads.call(self._find, lookup_s)
+            location = found.control_location
             fork_gate.use()
             channel = threads.call(open_channel, location, credentials)
             try:
-                yield Calls(threads, cache_pb2_grpc.CoordinatorStub(channel), credentials)
+                stub = cache_pb2_grpc.CoordinatorStub(channel)
+                yield Calls(threads, stub, credentials, is_elected=found.term > 0)
             except grpc.RpcError as error:
                 raise from_rpc_error(error, location) from None
             finally:
                 threads.call(channel.close)  # also ends a call that an interrupt left
 
-    def _find(self, timeout_s: float) -> str:
+    def _find(self, timeout_s: float) -> pb.CoordinatorEndpoints:
         with NodeConnection(self.access.endpoint, self.access.credentials) as connection:
-            return connection.coordinator(timeout_s).control_location
+            return connection.coordinator(timeout_s)
 
 
 def remaining_time_s(deadline: float | None) -> float | None:

@@ -19,17 +19,19 @@ class Cluster(NamedTuple):
     Attributes:
         address: ``https://HOST:PORT``; None: this process is not in a pod.
         directory: of the files ``token`` and ``ca.crt``, for calls to that address.
+        kubeconfig: of a process that is not in a pod; None: the one of the user.
     """
 
     address: str | None = None
     directory: PurePath = SERVICE_ACCOUNT_DIR
+    kubeconfig: str | None = None
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str], directory: PurePath) -> Cluster:
         """By the variables that a kubelet sets in every container."""
         host, port = (environ.get(f"KUBERNETES_SERVICE_{name}") for name in ("HOST", "PORT"))
         if not host or not port:
-            return cls(None, directory)
+            return cls(None, directory, environ.get("KUBECONFIG"))
         return cls(f"https://{f'[{host}]' if ':' in host else host}:{port}", directory)
 
 

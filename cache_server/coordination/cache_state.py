@@ -29,6 +29,8 @@ from cache_server.shards.version_key import VersionKey
 
 logger = logging.getLogger(__name__)
 
+_SETTLE_S = 1.0
+
 
 class CacheState:
     """The catalogue, the members, the versions and the writes, under one lock.
@@ -61,6 +63,8 @@ class CacheState:
         self.clock = clock
         self.changed = threading.Condition()
         self.num_changes = 0
+        self._settled, self._settles_at = -1, 0.0
+        self._settled_with: frozenset[str] = frozenset()
         self.listeners: list[Callable[[], None]] = []
         self.expected: str | None = None
         self.load_rate = LoadRate()
@@ -188,9 +192,16 @@ class CacheState:
             callback()
 
     def settle(self) -> None:
-        """Takes every version to the state that follows from the nodes; forgets replaced ones."""
+        """Takes every version to the state that follows from the nodes; forgets replaced ones.
+
+        While nothing changes, it looks once a second: leases end by the clock. While a commit is
+        on its way, each heartbeat counts.
+        """
         self.writes.end_old()
-        alive = self.membership.alive()
+        alive, now = self.membership.alive(), self.clock()
+        is_same = self._settled == self.num_changes and self._settled_with is alive
+        if is_same and now < self._settles_at and not self.versions.are_moving():
+            return
         for key, version in self.versions.items():
             if version.ended.note_lost(alive):
                 self.mark_changed(key)
@@ -201,10 +212,11 @@ class CacheState:
             self._note_absence(version)
             if version.state.is_loading and (starts := version.row_starts()) is not None:
                 self._complete(version, num_rows=starts[-1])
-        since = self.clock() - self.lease_s
-        self.forget(*self.versions.replaced(self._is_served, since))
+        self.forget(*self.versions.replaced(self._is_served, now - self.lease_s))
         for version in self.versions.values():
             version.save_failure(self.catalogue)
+        self._settled, self._settled_with = self.num_changes, alive
+        self._settles_at = now + _SETTLE_S
 
     def _note_absence(self, version: VersionRecord) -> None:
         """Notes that written rows lie only on nodes that are away, or are there again."""

@@ -1,26 +1,24 @@
-"""The state that a coordinator keeps on disk, to decide the same after a restart.
+"""The state that a coordinator keeps, to decide the same after a restart, or in another node.
 
-<cache_dir>/.catalogue/<dataset>@<fingerprint>.json    one version: its plan and its shards
-<cache_dir>/.catalogue/*.json.damaged                  one that cannot be read; set aside
-<cache_dir>/.catalogue/<dataset>@<fingerprint>.log     the groups in which its shards were sealed
-<cache_dir>/.members.json                              the nodes that ever joined
-<cache_dir>/.proven-members.json                       those that hold a shard for certain
-<cache_dir>/.drains.json                               those that are drained
-<cache_dir>/.dropped.json                              dropped versions, with their attempts
-<cache_dir>/.catalogue-made                            empty; its time is the first start
-<cache_dir>/.catalogue-id.json                         random; write ids begin with it
+.catalogue/<dataset>@<fingerprint>.json    one version: its plan and its shards
+.catalogue/*.json.damaged                  one that cannot be read; set aside
+.catalogue/<dataset>@<fingerprint>.log     the groups in which its shards were sealed
+.members.json                              the nodes that ever joined
+.proven-members.json                       those that hold a shard for certain
+.drains.json                               those that are drained
+.dropped.json                              dropped versions, with their attempts
+.catalogue-id.json                         random; write ids begin with it
 
-Each file has a checksum: see `state_files`. A damaged one is never taken for another.
+These are the documents of a `CatalogueStore`: files, or objects of Kubernetes. Each has a checksum:
+see `state_files`. A damaged one is never taken for another.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import math
 import re
 import secrets
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -33,13 +31,17 @@ from google.protobuf import json_format
 from cache_protocol.errors import CacheError, InvalidTicketError, LoadError, from_proto, to_proto
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.auth.principals import Viewer
+from cache_server.coordination.catalogue_store import CatalogueStore, FileStore
 from cache_server.plan.pinned_version import PinnedVersion, split_to_proto
 from cache_server.shards import checked_names, state_files
-from cache_server.shards.disk import remove_file
+from cache_server.shards.state_files import DAMAGED
 from cache_server.shards.version_key import Moves, VersionKey
 
 logger = logging.getLogger(__name__)
 
+_ENTRIES = ".catalogue"
+_MEMBERS, _PROVEN = ".members.json", ".proven-members.json"
+_DRAINS, _DROPPED, _ID = ".drains.json", ".dropped.json", ".catalogue-id.json"
 _FORMAT = 6  # of an entry; raise it with every addition
 _T = TypeVar("_T")
 _WRONG = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
@@ -50,11 +52,11 @@ class DamagedEntry:
     """One entry.
 
     Attributes:
-        path: where the file is now.
+        name: of its document now.
         reason: what is wrong with it.
     """
 
-    path: Path
+    name: str
     reason: str
 
     def error(self, shown: str) -> LoadError:
@@ -65,7 +67,7 @@ class DamagedEntry:
         """
         return LoadError(
             f"the catalogue entry of dataset {shown!r} is damaged: {self.reason}. The coordinator "
-            f"set it aside as {self.path.name}, and the nodes keep the rows. Put the file back and "
+            f"set it aside as {self.name}, and the nodes keep the rows. Put the file back and "
             "start the coordinator again, or load or write the dataset again, or drop it"
         )
 
@@ -160,38 +162,30 @@ class CatalogueEntry:
 
 
 class Catalogue:
-    """Files in ``directory``, each replaced atomically. One thread at a time.
+    """Documents of a store. One thread at a time, except `write_proven`.
+
+    Args:
+        store: of the documents; a directory: files in it.
 
     Attributes:
         damaged: the entries that `read` set aside, until `forget` or `write`.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, store: CatalogueStore | Path) -> None:
         self.damaged = DamagedEntries()
-        self._entries = directory / ".catalogue"
-        self._members = directory / ".members.json"
-        self._proven = directory / ".proven-members.json"
-        self._drains = directory / ".drains.json"
-        self._dropped = directory / ".dropped.json"
-        self._made = directory / ".catalogue-made"
-        self._id = directory / ".catalogue-id.json"
+        self._store = FileStore(store) if isinstance(store, Path) else store
 
     def exists(self) -> bool:
-        """Whether a coordinator ever used this directory."""
-        return any(path.exists() for path in (self._made, self._entries, self._members))
+        """Whether a coordinator ever used this store."""
+        return self._store.exists()
 
     def age_s(self) -> float:
-        """Seconds since the first coordinator started here; 0 at that start.
+        """Seconds since the first coordinator used it; 0 at that start.
 
         Raises:
             OSError: the start cannot be written.
         """
-        if not self._made.exists():
-            if self.exists():
-                return math.inf  # of a release that did not write it
-            self._made.parent.mkdir(parents=True, exist_ok=True)
-            self._made.touch()
-        return max(0.0, time.time() - self._made.stat().st_mtime)
+        return self._store.age_s()
 
     def id(self) -> str:
         """Eight hexadecimal digits that tell this catalogue from others; made at its first start.
@@ -205,9 +199,9 @@ class Catalogue:
                 raise ValueError("no id of a catalogue")
             return str(value)
 
-        if not (known := _read_value(self._id, "id", decode, "")):
+        if not (known := self._read_value(_ID, "id", decode, "")):
             known = secrets.token_hex(4)
-            _write_value(self._id, "id", known)
+            self._write_value(_ID, "id", known)
         return known
 
     def write(
@@ -251,7 +245,7 @@ class Catalogue:
                 checksum=summary.checksum,
                 nulls=summary.nulls,
             )
-        _write_entry(self._path(pinned.key), entry)
+        self._write_entry(_name_of(pinned.key), entry)
         self._forget_damaged(pinned.key)
 
     def write_log(self, key: VersionKey, log: CatalogueLog) -> None:
@@ -270,18 +264,17 @@ class Catalogue:
             for group in log.groups
         ]
         content = {"id": log.log_id, "attempt": log.attempt, "groups": groups}
-        state_files.write(_log_path(self._path(key)), json.dumps(content))
+        self._store.write(_log_of(_name_of(key)), state_files.encode(json.dumps(content)))
 
     def forget(self, key: VersionKey) -> None:
         """Removes one version; also a damaged one."""
-        path = self._path(key)
-        remove_file(path)
-        remove_file(_log_path(path))
-        self._forget_damaged(key)
+        name = _name_of(key)
+        self.damaged.pop(key, None)
+        self._store.remove(name, _log_of(name), _aside(name))
 
     def _forget_damaged(self, key: VersionKey) -> None:
         self.damaged.pop(key, None)
-        remove_file(_aside(self._path(key)))
+        self._store.remove(_aside(_name_of(key)))
 
     def read(self) -> list[CatalogueEntry]:
         """Every version, oldest first; damaged ones are set aside and in `damaged`.
@@ -291,43 +284,121 @@ class Catalogue:
         Raises:
             ConfigError: this process may not open a file.
         """
-        for aside in self._entries.glob(f"*.json{state_files.DAMAGED}"):
-            path = aside.with_suffix("")
-            if not path.exists():
-                aside.rename(path)
-        paths = self._entries.glob("*.json")
-        read = map(self._read, sorted(paths, key=lambda path: path.lstat().st_mtime_ns))
+        names = self._store.names(_ENTRIES)
+        for name in names:
+            put_back = name.removesuffix(DAMAGED)
+            if name.endswith(_aside(".json")) and put_back not in names:
+                self._store.rename(name, put_back)
+        read = (self._read(n) for n in self._store.names(_ENTRIES) if n.endswith(".json"))
         entries = (entry for entry in read if entry is not None)
         return sorted(entries, key=lambda entry: entry.created)
 
-    def _read(self, path: Path) -> CatalogueEntry | None:
+    def _read(self, name: str) -> CatalogueEntry | None:
         """One entry, with a checksum from now on; None: it is damaged, and was set aside."""
         try:
-            content, has_checksum = state_files.read(path)
+            content, has_checksum = self._decoded(name)
         except (OSError, ValueError) as error:
-            self._set_aside(path, error)
+            self._set_aside_entry(name, error)
             return None
         try:
             message = _parse_entry(content)
-            entry = _decode(message, _read_log(_log_path(path), message.plan.attempt))
-            if path != self._path(entry.pinned.key):
+            entry = _decode(message, self._read_log(_log_of(name), message.plan.attempt))
+            if name != _name_of(entry.pinned.key):
                 raise ValueError(f"it is of another version, {entry.pinned.key}")
         except (*_WRONG, json_format.ParseError, pa.ArrowException, CacheError) as error:
-            self._set_aside(path, error)
+            self._set_aside_entry(name, error)
             return None
         if not has_checksum:
             try:
-                _write_entry(path, message)
+                self._write_entry(name, message)
             except OSError as error:
-                logger.error("checksum not written path=%s reason=%s", path, error.strerror)
-        remove_file(_aside(path))  # it was put back
+                logger.error(
+                    "checksum not written path=%s reason=%s",
+                    self._store.shown(name), error.strerror,
+                )  # fmt: skip
+        self._store.remove(_aside(name))  # it was put back
         return entry
 
-    def _set_aside(self, path: Path, error: Exception) -> None:
+    def _decoded(self, name: str) -> tuple[Any, bool]:
+        """The content of a document that is there, and whether it has a checksum.
+
+        Raises:
+            ValueError: it is damaged. OSError, ConfigError: see `CatalogueStore.read`.
+        """
+        return state_files.decode(self._store.read(name) or b"")
+
+    def _set_aside_entry(self, name: str, error: Exception) -> None:
         reason = str(error).partition("\n")[0]
-        aside = state_files.set_aside(path, reason)
-        if (key := key_of_entry(path.name)) is not None:
-            self.damaged[key] = DamagedEntry(aside, reason)
+        aside = self._set_aside(name, reason)
+        file = name.partition("/")[2]
+        if (key := key_of_entry(file)) is not None:
+            self.damaged[key] = DamagedEntry(aside.partition("/")[2], reason)
+
+    def _set_aside(self, name: str, reason: object) -> str:
+        """Renames a damaged document, so that a person can read it; returns its new name."""
+        aside = _aside(name)
+        logger.error("damaged file set aside path=%s reason=%s", self._store.shown(aside), reason)
+        try:
+            self._store.rename(name, aside)
+        except OSError as error:
+            logger.error(
+                "damaged file not renamed path=%s reason=%s",
+                self._store.shown(name), error.strerror,
+            )  # fmt: skip
+            return name
+        return aside
+
+    def _read_log(self, name: str, attempt: int) -> CatalogueLog | None:
+        try:
+            if self._store.read(name) is None:
+                return None
+            content, _ = self._decoded(name)
+            rows = [[_sealed_from_json(*shard) for shard in group] for group in content["groups"]]
+            groups = tuple(tuple(index for index, _ in group) for group in rows)
+            log = CatalogueLog(
+                str(content["id"]), int(content["attempt"]), groups, dict(chain.from_iterable(rows))
+            )
+        except (OSError, *_WRONG) as error:
+            self._set_aside(name, error)
+            return None
+        return log if log.attempt == attempt else None
+
+    def _write_entry(self, name: str, entry: pb.CatalogueEntry) -> None:
+        entry.format = _FORMAT
+        text = json_format.MessageToJson(entry, indent=None)
+        self._store.write(name, state_files.encode(text))
+
+    def _read_names(self, document: str, name: str) -> list[str]:
+        def decode(names: Any) -> list[str]:
+            if not isinstance(names, list):
+                raise ValueError("not a list")
+            return [str(each) for each in names]
+
+        return self._read_value(document, name, decode, [])
+
+    def _write_value(self, document: str, name: str, value: object) -> None:
+        """Writes one value, under its name: so no document is taken for one of another kind."""
+        self._store.write(document, state_files.encode(json.dumps({name: value})))
+
+    def _read_value(self, document: str, name: str, decode: Callable[[Any], _T], empty: _T) -> _T:
+        """The value of a document; empty if there is none. A damaged one is set aside.
+
+        Args:
+            decode: checks the value; raises one of `_WRONG`.
+        """
+        try:
+            if (data := self._store.read(document)) is None:
+                return empty
+            content, has_checksum = state_files.decode(data)
+            if has_checksum or isinstance(content, dict):
+                (key,) = content
+                if key != name:
+                    raise ValueError(f"it has {key!r} in place of {name!r}")
+                content = content[name]
+            return decode(content)
+        except (OSError, *_WRONG) as error:
+            self._set_aside(document, error)
+            return empty
 
     def write_members(self, node_ids: Iterable[str]) -> None:
         """Writes the ids of the nodes.
@@ -335,14 +406,14 @@ class Catalogue:
         Raises:
             OSError: as `write`.
         """
-        _write_value(self._members, "members", sorted(node_ids))
+        self._write_value(_MEMBERS, "members", sorted(node_ids))
 
     def read_members(self) -> list[str]:
         """The ids of the nodes that ever joined; empty if the file cannot be read.
 
         The nodes join again, but shards may move in the meantime.
         """
-        return _read_names(self._members, "members")
+        return self._read_names(_MEMBERS, "members")
 
     def write_proven(self, node_ids: Iterable[str]) -> None:
         """Writes the ids of the nodes that hold a shard for certain.
@@ -350,11 +421,11 @@ class Catalogue:
         Raises:
             OSError: as `write`.
         """
-        _write_value(self._proven, "proven", sorted(node_ids))
+        self._write_value(_PROVEN, "proven", sorted(node_ids))
 
     def read_proven(self) -> list[str]:
         """Their ids; empty if the file cannot be read."""
-        return _read_names(self._proven, "proven")
+        return self._read_names(_PROVEN, "proven")
 
     def write_drains(self, drains: Mapping[str, tuple[str, Moves]]) -> None:
         """Writes the drained nodes, each with its process and the homes of moved shards.
@@ -366,7 +437,7 @@ class Catalogue:
             [node_id, process, _moves_to_json(moves)]
             for node_id, (process, moves) in drains.items()
         ]
-        _write_value(self._drains, "drains", rows)
+        self._write_value(_DRAINS, "drains", rows)
 
     def read_drains(self) -> dict[str, tuple[str, Moves]]:
         """The drained nodes; empty if the file cannot be read."""
@@ -374,7 +445,7 @@ class Catalogue:
         def decode(rows: Any) -> dict[str, tuple[str, Moves]]:
             return {str(n): (str(process), _moves_from_json(moves)) for n, process, moves in rows}
 
-        return _read_value(self._drains, "drains", decode, {})
+        return self._read_value(_DRAINS, "drains", decode, {})
 
     def write_dropped(self, attempts: Mapping[VersionKey, int]) -> None:
         """Writes the dropped versions, with the last attempt of each, in this order.
@@ -383,7 +454,7 @@ class Catalogue:
             OSError: as `write`.
         """
         rows = [[key.dataset, key.fingerprint, attempt] for key, attempt in attempts.items()]
-        _write_value(self._dropped, "dropped", rows)
+        self._write_value(_DROPPED, "dropped", rows)
 
     def read_dropped(self) -> dict[VersionKey, int]:
         """The dropped versions; empty if the file cannot be read.
@@ -397,10 +468,19 @@ class Catalogue:
                 for dataset, fingerprint, attempt in rows
             }
 
-        return _read_value(self._dropped, "dropped", decode, {})
+        return self._read_value(_DROPPED, "dropped", decode, {})
 
-    def _path(self, key: VersionKey) -> Path:
-        return self._entries / f"{key.folder}@{key.fingerprint}.json"
+
+def _name_of(key: VersionKey) -> str:
+    return f"{_ENTRIES}/{key.folder}@{key.fingerprint}.json"
+
+
+def _log_of(entry: str) -> str:
+    return f"{entry.removesuffix('.json')}.log"
+
+
+def _aside(name: str) -> str:
+    return f"{name}{DAMAGED}"
 
 
 def _moves_to_json(moves: Moves) -> list[Any]:
@@ -419,46 +499,6 @@ def _moves_from_json(rows: Any) -> Moves:
     return moves
 
 
-def _read_names(path: Path, name: str) -> list[str]:
-    def decode(names: Any) -> list[str]:
-        if not isinstance(names, list):
-            raise ValueError("not a list")
-        return [str(each) for each in names]
-
-    return _read_value(path, name, decode, [])
-
-
-def _write_value(path: Path, name: str, value: object) -> None:
-    """Writes a file of one value, under its name: so no file is taken for one of another kind."""
-    state_files.write(path, json.dumps({name: value}))
-
-
-def _read_value(path: Path, name: str, decode: Callable[[Any], _T], empty: _T) -> _T:
-    """The value of a file; empty if there is none. A damaged file is set aside.
-
-    Args:
-        decode: checks the value; raises one of `_WRONG`.
-    """
-    if not path.exists():
-        return empty
-    try:
-        content, has_checksum = state_files.read(path)
-        if has_checksum or isinstance(content, dict):
-            (key,) = content
-            if key != name:
-                raise ValueError(f"it has {key!r} in place of {name!r}")
-            content = content[name]
-        return decode(content)
-    except (OSError, *_WRONG) as error:
-        state_files.set_aside(path, error)
-        return empty
-
-
-def _write_entry(path: Path, entry: pb.CatalogueEntry) -> None:
-    entry.format = _FORMAT
-    state_files.write(path, json_format.MessageToJson(entry, indent=None))
-
-
 def _parse_entry(content: Any) -> pb.CatalogueEntry:
     """The message of an entry.
 
@@ -474,7 +514,7 @@ def _parse_entry(content: Any) -> pb.CatalogueEntry:
 
 
 def _decode(entry: pb.CatalogueEntry, log: CatalogueLog | None) -> CatalogueEntry:
-    """The entry of a message; see `_read` for the errors."""
+    """The entry of a message; see `Catalogue._read` for the errors."""
     homes = tuple(tuple(shard.homes) for shard in entry.shards)
     return CatalogueEntry(
         PinnedVersion.from_catalogue(entry),
@@ -490,30 +530,6 @@ def _decode(entry: pb.CatalogueEntry, log: CatalogueLog | None) -> CatalogueEntr
         tuple(entry.holders),
         log,
     )
-
-
-def _aside(path: Path) -> Path:
-    return path.with_name(path.name + state_files.DAMAGED)
-
-
-def _log_path(entry: Path) -> Path:
-    return entry.with_suffix(".log")
-
-
-def _read_log(path: Path, attempt: int) -> CatalogueLog | None:
-    if not path.exists():
-        return None
-    try:
-        content, _ = state_files.read(path)
-        rows = [[_sealed_from_json(*shard) for shard in group] for group in content["groups"]]
-        groups = tuple(tuple(index for index, _ in group) for group in rows)
-        log = CatalogueLog(
-            str(content["id"]), int(content["attempt"]), groups, dict(chain.from_iterable(rows))
-        )
-    except (OSError, *_WRONG) as error:
-        state_files.set_aside(path, error)
-        return None
-    return log if log.attempt == attempt else None
 
 
 def _sealed_from_json(

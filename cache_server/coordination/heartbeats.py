@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import secrets
-from dataclasses import astuple
+from dataclasses import replace
+from operator import attrgetter
 
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.auth.principals import ANYONE, Principal
@@ -75,8 +76,7 @@ class Heartbeats:
             self._take(member, believed=returns or member.is_own)
             self._state.settle()
             refused = self._draining.apply_report(member)
-            wanted = self._wanted(member)
-            response = self._as_answer(member, wanted, known_to_node=request.answer)
+            response = self._as_response(member, known_to_node=request.answer)
             if (drain := refused or self._draining.progress(request.node.id)) is not None:
                 response.drain.CopyFrom(drain)
         self._jobs.apply(reports)
@@ -104,15 +104,40 @@ class Heartbeats:
         self._claims.apply_waiting(node_id)
         if member.has_news and not member.untrusted:
             self._state.writes.apply_report(node_id, member.actual, member.changed)
+        if member.has_news:
+            self._note_running(member)
+        now = self._state.clock()
+        for key, actual in () if member.untrusted else member.actual.items():
+            if actual.HasField("idle_s") and (version := self._state.versions.get(key)):
+                version.last_used = max(version.last_used or 0.0, now - actual.idle_s)
+        self._claims.distrust_liar(node_id)
+
+    def _note_running(self, member: Member) -> None:
+        """Notes which loads run in the process of a node, by its report alone."""
         running = {} if member.untrusted else member.running
-        held = {} if member.untrusted else member.actual
         for key, version in self._state.versions.items():
             loads = running.get(key, frozenset())
-            version.ended.apply_report(node_id, member.node.process, loads)
-            if key in held and held[key].HasField("idle_s"):
-                used_at = self._state.clock() - held[key].idle_s
-                version.last_used = max(version.last_used or 0.0, used_at)
-        self._claims.distrust_liar(node_id)
+            version.ended.apply_report(member.node.id, member.node.process, loads)
+
+    def _answer(self, member: Member) -> Answer:
+        """The answer to a node; the last one, if nothing has changed that it follows from."""
+        state, last = self._state, member.answer
+        as_of = (
+            state.num_changes,
+            state.writes.num_changes,
+            state.clusters.look(),
+            state.membership.is_stable(),
+        )
+        if last is not None and last.as_of == as_of and not member.has_news:
+            return last
+        if not member.has_news:
+            self._note_running(member)  # without the loads that the last answer asked for
+        wanted = self._wanted(member)
+        if last is None or last.content != wanted:
+            self._answers += 1
+            last = Answer(self._answers, wanted)
+        member.answer = replace(last, as_of=as_of)
+        return member.answer
 
     def _wanted(self, member: Member) -> pb.HeartbeatResponse:
         """What a node should hold, and what else it keeps."""
@@ -133,7 +158,12 @@ class Heartbeats:
         holder = Holder.UNTRUSTED if member.untrusted else Holder.JOINING
         holder = Holder.PLACED if is_placed else holder
         # What an untrusted node holds can be examined, so it changes nothing.
-        for key in sorted(member.actual, key=astuple):
+        others = [
+            key
+            for key in member.actual
+            if not is_placed or key not in state.versions or state.versions[key].state.has_failed
+        ]
+        for key in sorted(others, key=attrgetter("dataset", "fingerprint")):
             name = pb.VersionName(dataset=key.dataset, fingerprint=key.fingerprint)
             fate = state.fate(key, holder)
             if fate is Fate.GONE:
@@ -144,18 +174,13 @@ class Heartbeats:
                 wanted.orphans.append(name)
         return wanted
 
-    def _as_answer(
-        self, member: Member, wanted: pb.HeartbeatResponse, *, known_to_node: int
-    ) -> pb.HeartbeatResponse:
+    def _as_response(self, member: Member, *, known_to_node: int) -> pb.HeartbeatResponse:
         """The answer to a node, without what it has of the last one.
 
         Args:
             known_to_node: the number of that answer, as the node says.
         """
-        before = member.answer
-        if before is None or before.content != wanted:
-            self._answers += 1
-            member.answer = before = Answer(self._answers, wanted)
+        answer = self._answer(member)
         response = pb.HeartbeatResponse(
             interval_s=self._state.membership.interval_s(
                 min(self._interval_s, _SOON_S)
@@ -164,9 +189,9 @@ class Heartbeats:
             ),
             coordinator=self._endpoints,
             report=member.report,
-            answer=before.number,
-            unchanged=before.number == known_to_node,
+            answer=answer.number,
+            unchanged=answer.number == known_to_node,
         )
         if not response.unchanged:
-            response.MergeFrom(wanted)
+            response.MergeFrom(answer.content)
         return response

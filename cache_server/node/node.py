@@ -220,6 +220,10 @@ class Node:
         """Waits until the coordinator has answered once; returns whether it did."""
         return self._joined.wait(timeout_s)
 
+    def forget_coordinator(self) -> None:
+        """Names no coordinator until one answers: who asks for it asks again."""
+        self.coordinator = pb.CoordinatorEndpoints()
+
     def wake(self) -> None:
         """Sends the next heartbeat now."""
         self._wake.set()

@@ -32,6 +32,7 @@ from cache_protocol.wire.credentials import NO_CREDENTIALS, Credentials
 from cache_protocol.wire.load_progress import shorten_shards
 from cache_server.auth.authenticator import Authenticator, Caller
 from cache_server.auth.principals import Principal, Role, Viewer
+from cache_server.coordination.catalogue_store import CatalogueLostError
 from cache_server.coordination.coordinator import Coordinator
 from cache_server.coordination.versions.writes import Chosen, require_small_schema
 from cache_server.jobs.job import MOST_RANKS
@@ -103,10 +104,13 @@ class ControlService:
         for service in ("", LIVE):
             self._health.set(service, health_pb2.HealthCheckResponse.SERVING)
 
-    def start(self, coordinator: Coordinator | None, node: pb.Node | None = None) -> None:
-        """Serves health, and the coordinator's verbs if there is one.
+    def start(
+        self, coordinator: Callable[[], Coordinator] | None, node: pb.Node | None = None
+    ) -> None:
+        """Serves health, and the coordinator's verbs if this node may have one.
 
         Args:
+            coordinator: that of this node now; raises a CacheError while another node has it.
             node: that this is, which a coordinator asks for; None: no coordinator does.
         """
         if node is not None:
@@ -157,23 +161,27 @@ class CoordinatorServicer(cache_pb2_grpc.CoordinatorServicer):
     """cache.v1.Coordinator over a `Coordinator`.
 
     Args:
+        coordinator: see `ControlService.start`.
         planning_calls: counts the calls that read sources.
         callbacks: ask nodes that join.
     """
 
     def __init__(
-        self, coordinator: Coordinator, planning_calls: _RunningCalls, callbacks: Callbacks
+        self,
+        coordinator: Callable[[], Coordinator],
+        planning_calls: _RunningCalls,
+        callbacks: Callbacks,
     ) -> None:
         self._callbacks = callbacks
         self._planning_calls = planning_calls
-        self._coordinator = coordinator
+        self._current = coordinator
         self._long_watches = threading.Semaphore(_WATCHING_THREADS // 2)
         self._slots = PlanningSlots()
         self._short_maps = _ShortMaps()
         planning = ThreadPoolExecutor(planning_slots.THREADS, thread_name_prefix="planning")
         watching = ThreadPoolExecutor(_WATCHING_THREADS, thread_name_prefix="watching")
         beating = _TimedPool(_HEARTBEAT_THREADS, thread_name_prefix="heartbeats")
-        coordinator.watch_backlog(beating.waiting_since)
+        self._waiting_since = beating.waiting_since
         for verb, threads in (
             ("CreateDataset", planning),
             ("PlanDataset", planning),
@@ -181,6 +189,17 @@ class CoordinatorServicer(cache_pb2_grpc.CoordinatorServicer):
             ("Heartbeat", beating),
         ):
             setattr(self, verb, _PooledHandler(getattr(self, verb), threads))
+
+    @property
+    def _coordinator(self) -> Coordinator:
+        """The coordinator of this node now.
+
+        Raises:
+            NodeUnavailableError: another node has it.
+        """
+        coordinator = self._current()
+        coordinator.watch_backlog(self._waiting_since)
+        return coordinator
 
     def CreateDataset(
         self, request: pb.CreateDatasetRequest, context: grpc.ServicerContext
@@ -388,10 +407,13 @@ class CoordinatorServicer(cache_pb2_grpc.CoordinatorServicer):
     ) -> pb.HeartbeatResponse:
         """Takes a node's report, answers what it should hold."""
         with _error_statuses(context):
-            host = ""
-            if not self._coordinator.knows(request.node.id):
+            host, coordinator = "", self._coordinator
+            if not coordinator.knows(request.node.id):
                 host = self._callbacks.ask(request.node, context.peer())
-            return self._coordinator.heartbeat(request, by=caller_of(context).principal, host=host)
+            answer = coordinator.heartbeat(request, by=caller_of(context).principal, host=host)
+            if self._current() is not coordinator:
+                raise CatalogueLostError  # files would go that a later coordinator wants
+            return answer
 
 
 def _own_viewer(principal: Principal) -> Viewer:

@@ -6,18 +6,21 @@ Names become paths and addresses, so a node believes none before it has checked 
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 
 from cache_protocol.datasets.dataset_names import is_dataset_name
 from cache_protocol.errors import InvalidTicketError
 from cache_server.shards.version_key import VersionKey
 
 MAX_SHARDS = 1_000_000  # of one version
+_MOST_KNOWN = 4096  # keys: each heartbeat names the same few hundred again
 _TOKEN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _ADDRESS = r"([A-Za-z0-9._-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\]):[0-9]{1,5}"
 _LOCATION = re.compile(rf"grpc(\+tcp|\+tls)?://{_ADDRESS}")
 _CONTROL_LOCATION = re.compile(rf"(grpc\+tls://)?{_ADDRESS}")
 
 
+@lru_cache(_MOST_KNOWN)
 def version_key(dataset: str, fingerprint: str) -> VersionKey:
     """The version of this name.
 

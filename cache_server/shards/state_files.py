@@ -15,9 +15,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-from cache_protocol.errors import ConfigError
-from cache_server.shards.disk import NOT_THE_FILES_FAULT, replace_file
-
 logger = logging.getLogger(__name__)
 
 DAMAGED = ".damaged"  # follows the name of a file that was set aside
@@ -25,32 +22,22 @@ _CHECKSUM = "sha256"
 _START = re.compile(rb'\{"sha256": "([0-9a-f]{64})", ')
 
 
-def write(path: Path, content: str) -> None:
-    """Replaces a file atomically by a JSON object and its checksum.
+def encode(content: str) -> str:
+    """A JSON object with its checksum.
 
     Args:
         content: text of an object with at least one member, without spaces at its ends.
-
-    Raises:
-        OSError: it cannot be written; the old file stays.
     """
     checksum = hashlib.sha256(content.encode()).hexdigest()
-    replace_file(path, f'{{"{_CHECKSUM}": "{checksum}", {content[1:]}')
+    return f'{{"{_CHECKSUM}": "{checksum}", {content[1:]}'
 
 
-def read(path: Path) -> tuple[Any, bool]:
+def decode(data: bytes) -> tuple[Any, bool]:
     """The content of a file, and whether it has a checksum.
 
     Raises:
-        ValueError: it is damaged; says how. OSError: it cannot be read.
-        ConfigError: this process may not open it, or has no memory or handle left for it.
+        ValueError: it is damaged; says how.
     """
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        if error.errno in NOT_THE_FILES_FAULT:
-            raise ConfigError(f"cannot read {path}: {error.strerror}") from None
-        raise
     if found := _START.match(data):
         data = b"{" + data[found.end() :]
         if hashlib.sha256(data).hexdigest().encode() != found[1]:

@@ -409,7 +409,7 @@ class lonely_coordinator:  # reads as a function
             node_timeout_s=10.0,
         )
         self.service = ControlService("127.0.0.1", 0)
-        self.service.start(coordinator)
+        self.service.start(lambda: coordinator)
         given = [(f"grpc.{name}", value) for name, value in options.items()]
         self.channel = grpc.insecure_channel(f"127.0.0.1:{self.service.port}", options=given)
 

@@ -55,7 +55,7 @@ def test_a_defect_in_a_grpc_verb_is_named_without_a_secret(
     broken: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     service = ControlService("127.0.0.1", 0)
-    service.start(broken)
+    service.start(lambda: broken)
     spec = DatasetSpec("table", "s3://lake/a.parquet", storage_options={KEY: SECRET})
     request = pb.CreateDatasetRequest(spec=spec.to_proto(), secrets=spec.secrets_to_proto())
     try:

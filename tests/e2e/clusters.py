@@ -142,15 +142,6 @@ class Cluster:
         )
         self.core.create_namespaced_pod_eviction(pod, namespace, body)
 
-    def release_claims(self, namespace: str) -> None:
-        """Lets the claims of a namespace go; no controller of the tests' control plane does."""
-        if self._logs is None:
-            return
-        for claim in self.core.list_namespaced_persistent_volume_claim(namespace).items:
-            self.core.patch_namespaced_persistent_volume_claim(
-                claim.metadata.name, namespace, {"metadata": {"finalizers": None}}
-            )
-
     def condition(self, job: str, namespace: str) -> str | None:
         """``Complete``, ``Failed`` or ``Suspended`` where a TrainJob has such a condition."""
         found = self.get("TrainJob", job, namespace) or {}

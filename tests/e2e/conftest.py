@@ -96,7 +96,6 @@ def no_shared_cache_afterwards(cluster: Cluster) -> Iterator[None]:
         "the end of the nodes of the shared cache",
     )
     cluster.delete("Namespace", SHARED)
-    cluster.release_claims(SHARED)
     cluster.wait(  # the next test makes it again
         SHARED,
         lambda: cluster.get("Namespace", SHARED, "") is None,

@@ -212,6 +212,17 @@ def test_two_memory_limits_are_refused_with_both() -> None:
 
 
 @pytest.mark.parametrize(
+    "bad", ["", "team/cache", "kubernetes:cache", "kubernetes:Team/cache", "kubernetes:a/b/c", 7]
+)
+def test_an_election_names_a_namespace_and_a_lease(bad: object) -> None:
+    problem = problem_of(leader_election=bad)
+    assert "leader_election must be kubernetes:NAMESPACE/NAME of a Lease" in problem
+    assert repr(bad) in problem
+    elected = config(leader_election="kubernetes:team-a/cache")
+    assert elected.lease == ("team-a", "cache") and not elected.is_coordinator
+
+
+@pytest.mark.parametrize(
     ("values", "coordinates"),
     [
         ({}, True),

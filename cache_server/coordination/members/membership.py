@@ -35,10 +35,12 @@ class Answer:
     Attributes:
         number: of the answer; never used twice, also not by another coordinator.
         content: without what follows from the number of nodes and the report.
+        as_of: what the content follows from, besides the report; compared.
     """
 
     number: int
     content: pb.HeartbeatResponse
+    as_of: object = None
 
 
 @dataclass
@@ -399,8 +401,9 @@ def _check_shards(request: pb.HeartbeatRequest) -> None:
 def _changed(before: Member, now: Member) -> Set[VersionKey]:
     """The versions whose reports differ in more than ``idle_s``; others stay the same objects."""
     changed = before.actual.keys() ^ now.actual.keys()
-    for key in before.actual.keys() & now.actual.keys():
-        known, actual = before.actual[key], now.actual[key]
+    for key, actual in now.actual.items():
+        if (known := before.actual.get(key)) is None:
+            continue
         if actual.HasField("idle_s"):
             known.idle_s = actual.idle_s
         else:

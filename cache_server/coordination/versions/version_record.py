@@ -26,6 +26,7 @@ from cache_server.coordination.catalogue import (
     CatalogueLog,
     SealedSummary,
 )
+from cache_server.coordination.catalogue_store import CatalogueLostError
 from cache_server.coordination.members.ended_nodes import WHOLE_QUERY, EndedNodes
 from cache_server.coordination.versions.states import TRANSITIONS, State, Step
 from cache_server.coordination.versions.writes import ChosenRows, puts_of
@@ -211,6 +212,7 @@ class VersionRecord:
 
         Raises:
             LoadError: it cannot be written; the entry before stays.
+            CatalogueLostError: another node coordinates the cache.
         """
         sealed: list[SealedSummary] = []
         if self.row_starts() is not None:
@@ -227,6 +229,8 @@ class VersionRecord:
                 homes=self.homes,
                 holders=self.holders,
             )
+        except CatalogueLostError:
+            raise
         except OSError as error:
             raise LoadError(
                 f"cannot write the catalogue entry of {self.pinned.spec.name!r}: {error.strerror}"

@@ -180,6 +180,9 @@ class Writes:
         members: the nodes and their reports; read at each call.
         clock: monotonic seconds.
         catalogue_id: with which the ids of its writes begin.
+
+    Attributes:
+        num_changes: of the open writes, counted.
     """
 
     def __init__(
@@ -188,6 +191,7 @@ class Writes:
         self._members = members
         self.catalogue_id = catalogue_id
         self._clock = clock
+        self.num_changes = 0
         self._open: dict[str, Write] = {}
         self._committed: dict[str, VersionKey] = {}
 
@@ -218,6 +222,7 @@ class Writes:
                 )
         write.ends_at = self._clock() + write.ttl_s
         self._open[write.write_id] = write
+        self.num_changes += 1
         logger.info("write begun dataset=%s write=%s", write.spec.name, write.write_id)
 
     def schema(self, write_id: str) -> bytes:
@@ -257,6 +262,7 @@ class Writes:
         if write_id in self._open:
             write = self.find(write_id, by)
             del self._open[write_id]
+            self.num_changes += 1
             logger.info("write aborted dataset=%s write=%s", write.spec.name, write_id)
 
     def end_old(self) -> bool:
@@ -264,6 +270,7 @@ class Writes:
         old = [write for write in self._open.values() if write.ends_at < self._clock()]
         for write in old:
             del self._open[write.write_id]
+            self.num_changes += 1
             logger.warning("write ended dataset=%s write=%s", write.spec.name, write.write_id)
         return bool(old)
 
@@ -355,6 +362,7 @@ class Writes:
     def end_committed(self, write: Write, key: VersionKey) -> None:
         """Ends a write that became a version."""
         self._open.pop(write.write_id, None)
+        self.num_changes += 1
         self._committed[write.write_id] = key
         for write_id in [*self._committed][:-_REMEMBERED]:
             del self._committed[write_id]

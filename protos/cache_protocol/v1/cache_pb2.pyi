@@ -1047,18 +1047,22 @@ class CoordinatorEndpoints(google.protobuf.message.Message):
     FLIGHT_LOCATION_FIELD_NUMBER: builtins.int
     CONTROL_LOCATION_FIELD_NUMBER: builtins.int
     PAGE_FIELD_NUMBER: builtins.int
+    TERM_FIELD_NUMBER: builtins.int
     flight_location: builtins.str
     control_location: builtins.str
     page: builtins.str
     """http://host:port/ of its status page"""
+    term: builtins.int
+    """Of an elected coordinator: a later one has a larger term. 0: it is not elected."""
     def __init__(
         self,
         *,
         flight_location: builtins.str = ...,
         control_location: builtins.str = ...,
         page: builtins.str = ...,
+        term: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["control_location", b"control_location", "flight_location", b"flight_location", "page", b"page"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["control_location", b"control_location", "flight_location", b"flight_location", "page", b"page", "term", b"term"]) -> None: ...
 
 Global___CoordinatorEndpoints: typing_extensions.TypeAlias = CoordinatorEndpoints
 

@@ -133,7 +133,9 @@ are those of kustomize: `manifests/` has links to their folders.
 
 {{/* A pod without tokens: every caller may do everything. */}}
 {{- define "cache.withoutIdentity" -}}
-{{- $names := list "cache-token" "api-server" "auth" -}}
+{{- $elects := contains "--leader-election=" (toJson .containers) -}}
+{{- $names := list "cache-token" "auth" -}}
+{{- if not $elects -}}{{- $names = append $names "api-server" -}}{{- end -}}
 {{- range concat (default list .initContainers) .containers -}}
   {{- if and .env (contains "CACHE_TOKEN_FILE" (toJson .env)) -}}
     {{- $env := list -}}
@@ -144,7 +146,7 @@ are those of kustomize: `manifests/` has links to their folders.
     {{- $args := list -}}
     {{- $isNode := false -}}
     {{- range .args -}}
-      {{- if or (hasPrefix "--auth-" .) (hasPrefix "--service-account-dir=" .) -}}
+      {{- if or (hasPrefix "--auth-" .) (and (hasPrefix "--service-account-dir=" .) (not $elects)) -}}
         {{- $isNode = true -}}
       {{- else -}}
         {{- $args = append $args (replace " CACHE_TOKEN_FILE=$(CACHE_TOKEN_FILE)" "" .) -}}

@@ -84,7 +84,7 @@ def coordinator(tmp_path: Path) -> Coordinator:
 @pytest.fixture
 def control(coordinator: Coordinator) -> Iterator[ControlService]:
     service = ControlService("127.0.0.1", 0)
-    service.start(coordinator)
+    service.start(lambda: coordinator)
     yield service
     service.stop(0.0)
 

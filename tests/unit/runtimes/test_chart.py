@@ -90,7 +90,13 @@ def test_without_auth_nothing_is_left_of_it_and_nodes_say_so() -> None:
     built = helm("auth.enabled=false", f"runtimes={json.dumps(folders)}")
     theirs = built.pop(f"ClusterTrainingRuntime/{kept}")
     assert theirs == helm()[f"ClusterTrainingRuntime/{kept}"]  # its initializer makes its nodes
-    text = json.dumps(built)
+    cache = built["StatefulSet/data-cache"]["spec"]["template"]["spec"]
+    # Its nodes show a token to the API server, which has the Lease, and to nobody else.
+    (token,) = (each for each in cache["volumes"] if "projected" in each)
+    assert token["name"] == "api-server"
+    shared = json.dumps(built["StatefulSet/data-cache"])
+    assert not [w for w in ("CACHE_TOKEN_FILE", "--auth", "data-cache-auth") if w in shared]
+    text = json.dumps({key: thing for key, thing in built.items() if "StatefulSet" not in key})
     for word in ("CACHE_TOKEN_FILE", "--auth", "service-account-dir", "projected", "configMap"):
         assert word not in text
     nodes = [

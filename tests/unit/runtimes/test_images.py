@@ -48,7 +48,7 @@ def test_the_server_image_has_no_extras_but_those_that_are_asked_for() -> None:
     found = instructions(DOCKERFILES[0])
     assert ("ARG", 'EXTRAS=""') in found
     (install,) = [each for each in pip_installs(DOCKERFILES[0]) if "${wheel}" in each]
-    assert install.split()[-1] == '"${wheel}[server,auth${EXTRAS:+,${EXTRAS}}]"'
+    assert install.split()[-1] == '"${wheel}[server,auth,election${EXTRAS:+,${EXTRAS}}]"'
     extras = PROJECT["optional-dependencies"].keys()
     (argument,) = images.IMAGES["server-full"].arguments
     assert set(argument.removeprefix("EXTRAS=").split(",")) <= extras

@@ -30,7 +30,7 @@ SHARED = {
     "ConfigMap/data-cache-auth",
     *("Namespace/data-cache-system", "NetworkPolicy/data-cache", "PodDisruptionBudget/data-cache"),
     *("Service/data-cache", "Service/data-cache-nodes", "ServiceAccount/data-cache"),
-    "StatefulSet/data-cache",
+    *("StatefulSet/data-cache", "Role/data-cache", "RoleBinding/data-cache"),
 }
 
 

@@ -339,9 +339,7 @@ def test_the_objects_of_the_shared_cache_fit_together() -> None:
     labels = spec["template"]["metadata"]["labels"]
     ports = {port["name"] for port in spec["template"]["spec"]["containers"][0]["ports"]}
     for name in ("service", "nodes-service"):
-        selector = shared[name]["spec"]["selector"]
-        selector.pop("statefulset.kubernetes.io/pod-name", None)
-        assert selector.items() <= labels.items()
+        assert shared[name]["spec"]["selector"].items() <= labels.items()
         assert {port["targetPort"] for port in shared[name]["spec"]["ports"]} == ports
     assert spec["serviceName"] == shared["nodes-service"]["metadata"]["name"]
     assert (
@@ -373,8 +371,36 @@ def test_a_pod_of_the_shared_cache_is_replaced_only_once_the_others_hold_their_s
     assert probe["grpc"]["service"] == "ready"
     assert CACHE["spec"]["minReadySeconds"] > lost_after_s + seen_after_s
     assert shared["disruption-budget"]["spec"]["unhealthyPodEvictionPolicy"] == "IfHealthyBudget"
-    for name in ("service", "nodes-service"):  # to join, and to ask how far a load is
-        assert shared[name]["spec"]["publishNotReadyAddresses"] is True
+    assert shared["nodes-service"]["spec"]["publishNotReadyAddresses"] is True  # to join
+    # A pod of a lost machine is asked nothing by those who come new.
+    assert "publishNotReadyAddresses" not in shared["service"]["spec"]
+
+
+def test_the_nodes_of_the_shared_cache_may_do_what_an_election_takes_and_no_more() -> None:
+    shared = {path.stem: read(path) for path in (MANIFESTS / "shared").glob("*.yaml")}
+    granted = {
+        (group, resource, verb)
+        for rule in shared["role"]["rules"]
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+        for verb in rule["verbs"]
+    }
+    assert granted == {
+        *(("coordination.k8s.io", "leases", verb) for verb in ("create", "get", "update")),
+        *(("", "configmaps", verb) for verb in ("create", "delete", "get", "list", "update")),
+    }
+    binding, account = shared["role-binding"], shared["service-account"]["metadata"]
+    assert binding["roleRef"]["name"] == shared["role"]["metadata"]["name"]
+    (subject,) = binding["subjects"]
+    assert (subject["name"], subject["namespace"]) == (account["name"], account["namespace"])
+    spec = CACHE["spec"]["template"]["spec"]
+    (container,) = spec["containers"]
+    assert "--leader-election=kubernetes:$(POD_NAMESPACE)/data-cache" in container["args"]
+    (volume,) = (each for each in spec["volumes"] if each["name"] == "api-server")
+    (folder,) = (m["mountPath"] for m in container["volumeMounts"] if m["name"] == "api-server")
+    assert {"serviceAccountToken": {"path": "token"}} in volume["projected"]["sources"]
+    assert f"--service-account-dir={folder}" in container["args"]
+    assert "volumeClaimTemplates" not in CACHE["spec"]
 
 
 def test_every_kind_of_ancestor_is_among_the_runtimes() -> None:

@@ -10,10 +10,11 @@ import pytest
 
 from cache_protocol.errors import LoadError
 from cache_server.coordination.coordinator import Coordinator
+from cache_server.coordination.holdings.holdings import Holdings
 from cache_server.coordination.versions.states import TRANSITIONS, State, Step
 from cache_server.coordination.versions.version_record import VersionRecord
 from tests.conftest import write_numbered
-from tests.fake_nodes import FakeNode, settle, spec
+from tests.fake_nodes import FakeNode, serving, settle, spec
 
 # From each state: after COMPLETE, FAIL, SAVE, LOSE, RETURN; None: that step never happens there.
 TABLE = {
@@ -49,8 +50,10 @@ def test_the_first_failure_stays_and_is_written_once(
 
     version.fail(LoadError("first"))
     version.fail(LoadError("second"))
-    coordinator.state.settle()
-    coordinator.state.settle()
+    for _ in range(2):
+        with coordinator.state.changed:
+            coordinator.state.mark_changed()
+            coordinator.state.settle()
 
     assert (str(version.failure), version.state) == ("first", State.FAILED)
     assert len(written) == 1
@@ -74,6 +77,27 @@ def test_each_version_is_looked_at_once_however_many_there_are(
         return is_read_since(version, time_s)
 
     monkeypatch.setattr(VersionRecord, "is_read_since", counted)
-    coordinator.state.settle()
+    with coordinator.state.changed:
+        coordinator.state.mark_changed()
+        for _ in range(10):  # while nothing changes, none is looked at again
+            coordinator.state.settle()
 
     assert {*looks.values()} == {1} and len(looks) == 8
+
+
+def test_a_heartbeat_without_news_looks_at_no_version(
+    coordinator: Coordinator, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a cache of many datasets and nodes would do nothing else."""
+    nodes = serving(coordinator, spec(source), "one", "two")
+    looked: list[object] = []
+    for method in ("desired", "loads", "is_ready"):
+        monkeypatch.setattr(Holdings, method, lambda *_, m=method: looked.append(m))
+    for node in nodes:
+        node.beat()
+    assert looked == []
+    monkeypatch.undo()
+    coordinator.delete("table")
+    for node in nodes:
+        node.beat()
+        assert not node.holds("table")

@@ -1,0 +1,190 @@
+"""Nodes on this machine that elect their coordinator by a Lease of a real API server."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
+from unittest.mock import patch
+
+import psutil
+
+from cache_client import CacheClient, CacheIterableDataset, Connection, Reading
+from cache_client.flight.connections import NodeConnection
+from cache_protocol.errors import CacheError
+from cache_protocol.v1 import cache_pb2 as pb
+from cache_protocol.wire.credentials import Credentials
+from cache_server.local import LocalNode
+from cache_server.node.coordinator_link import RemoteCoordinator
+from tests.conftest import rows_of
+from tests.waiting import suspend, wait_until
+
+WAIT_S = 90.0
+_LOOK_S = 5.0
+
+
+class ElectedNodes:
+    """Node processes with one Lease; a context manager.
+
+    Args:
+        kubeconfigs: of the API server; one for each node, or one for all.
+        namespace: of the Lease.
+        directory: of the shards; kept.
+    """
+
+    def __init__(
+        self, kubeconfigs: Path | Sequence[Path], namespace: str, directory: Path, count: int = 3
+    ) -> None:
+        self.token = secrets.token_urlsafe(16)
+        arguments = [
+            *("--leader-election", f"kubernetes:{namespace}/cache-{secrets.token_hex(4)}"),
+            *("--heartbeat-interval-s", "0.2", "--node-timeout-s", "4", "--allow-source", ""),
+            *("--advertise", "127.0.0.1"),
+        ]
+        self.nodes = [
+            LocalNode(directory / f"node-{index}", arguments, self.token) for index in range(count)
+        ]
+        files = [kubeconfigs] * count if isinstance(kubeconfigs, Path) else kubeconfigs
+        self._kubeconfigs = dict(zip(self.nodes, files, strict=True))
+
+    def __enter__(self) -> Self:
+        try:
+            for node in self.nodes:
+                self.begin(node)
+            for node in self.nodes:
+                node.wait_until_listening()
+            wait_until(lambda: len(self.alive()) == len(self.nodes), WAIT_S, "all nodes join")
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for node in self.nodes:
+            node.close()
+
+    def begin(self, node: LocalNode) -> None:
+        """Starts a node; `LocalNode.wait_until_listening` must follow."""
+        # The certificate of such a server is of no authority, and each call would say so.
+        environment = {"KUBECONFIG": str(self._kubeconfigs[node]), "PYTHONWARNINGS": "ignore"}
+        with patch.dict(os.environ, environment):
+            node.begin()
+
+    def connection(self, node: LocalNode) -> Connection:
+        """To one node, over the network."""
+        return Connection(node.endpoint, token=self.token, local=False, deadline_s=WAIT_S)
+
+    def client(self, node: LocalNode) -> CacheClient:
+        return CacheClient(self.connection(node))
+
+    def alive(self) -> set[str]:
+        """The ids of the nodes that the coordinator counts as alive."""
+        return {node.id for node in self.client(self.nodes[0]).nodes() if node.alive}
+
+    def coordinator_of(self, node: LocalNode) -> pb.CoordinatorEndpoints | None:
+        """Where a node says that the coordinator is; None: it does not know."""
+        try:
+            with NodeConnection(node.endpoint, Credentials(self.token)) as connection:
+                return connection.coordinator(_LOOK_S)
+        except CacheError:
+            return None
+
+    def leader(self, *apart: LocalNode) -> LocalNode:
+        """The node that all nodes but some call the coordinator; it is none of those."""
+
+        def agreed() -> LocalNode | None:
+            asked = [node for node in self.nodes if node not in apart]
+            found = map(self.coordinator_of, asked)
+            places = {None if each is None else each.control_location for each in found}
+            return next((node for node in asked if places == {node.control_location}), None)
+
+        found = wait_until(agreed, WAIT_S, "a coordinator that all nodes name", poll_s=0.1)
+        assert found is not None
+        return found
+
+    def datasets_at(self, node: LocalNode) -> list[str]:
+        """What a node answers as a coordinator."""
+        with RemoteCoordinator(node.control_location, Credentials(self.token)) as link:
+            return sorted(info.spec.name for info in link.datasets())
+
+    def lose(self, node: LocalNode) -> None:
+        """Kills a node and removes its disk."""
+        node.kill()
+        shutil.rmtree(node.cache_dir)
+
+    def pause(self, node: LocalNode) -> psutil.Process:
+        process = psutil.Process(node.pid)
+        suspend(process)
+        return process
+
+
+@dataclass
+class ReadingJob:
+    """Reads one epoch of a dataset after the other, in a thread.
+
+    Attributes:
+        epochs: the row numbers of each, in the order of the batches.
+        error: that ended it.
+    """
+
+    connection: Connection
+    dataset: str
+    epochs: list[list[int]] = field(default_factory=list)
+    error: BaseException | None = None
+
+    def __post_init__(self) -> None:
+        self._enough = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        wait_until(lambda: self.epochs or self.error, WAIT_S, f"an epoch of {self.dataset}")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._enough.set()
+        self._thread.join(WAIT_S)
+        assert not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            dataset = CacheIterableDataset(
+                self.dataset,
+                cache=self.connection,
+                columns=["row"],
+                batch_size=100,
+                shuffle=True,
+                reading=Reading(message_bytes=4096, prefetch_batches=4),
+            )
+            while not self._enough.is_set():
+                dataset.set_epoch(len(self.epochs))
+                rows: list[int] = []
+                for batch in dataset:
+                    rows += rows_of([batch])
+                    self._enough.wait(0.01)  # a step
+                self.epochs.append(rows)
+        except BaseException as error:
+            self.error = error
+
+    def assert_exact(self, num_rows: int) -> None:
+        assert self.error is None
+        assert all(sorted(rows) == list(range(num_rows)) for rows in self.epochs)
+        assert len({tuple(rows) for rows in self.epochs}) == len(self.epochs)
+
+
+def read_rows(connection: Connection, dataset: str) -> tuple[list[int], float]:
+    """The rows that a new reader gets, in order, and the seconds until its first batch."""
+    begun = time.monotonic()
+    waited_s = None
+    rows: list[int] = []
+    for batch in CacheIterableDataset(dataset, cache=connection, columns=["row"], batch_size=500):
+        waited_s = time.monotonic() - begun if waited_s is None else waited_s
+        rows += rows_of([batch])
+    assert waited_s is not None
+    return rows, waited_s
