@@ -462,20 +462,8 @@ def test_a_pass_begins_with_its_iterator_which_opens_nothing_before_its_first_ba
     assert next(steps)["row"].tolist() == list(range(64)) and begun_here
 
 
-@pytest.mark.parametrize(
-    ("workers_after", "batch_size_after", "quoted"),
-    [
-        (2, 17, r"num_workers=2 .* = 31; here num_workers=2 and .* = 17: .*state_dict\(steps="),
-        (3, 31, r"num_workers=2 .* = 31; here num_workers=3 and .* = 31: .*state_dict\(steps="),
-        (0, 31, r"num_workers=2 .* = 31; here num_workers=0 and .* = 31: .*state_dict\(steps="),
-    ],
-)
 def test_the_state_of_a_worker_is_refused_by_others_and_that_of_the_order_is_not(
-    cluster: LocalCluster,
-    table: str,
-    workers_after: int,
-    batch_size_after: int,
-    quoted: str,
+    cluster: LocalCluster, table: str
 ) -> None:
     def make(batch_size: int) -> CacheIterableDataset:
         return CacheIterableDataset(
@@ -493,14 +481,16 @@ def test_the_state_of_a_worker_is_refused_by_others_and_that_of_the_order_is_not
     }
     for _ in batches:  # to the end, where the workers end too: loader and iterator are a cycle
         pass
-    resumed = make(batch_size_after)
-    state_of = _StateOf(json.loads(of_worker), resumed)
-    with raises_in_workers(ConfigError, match=quoted):
-        for _ in DataLoader(state_of, batch_size=None, num_workers=workers_after):
-            pass
+    for workers, batch_size in ((2, 17), (3, 31), (0, 31)):
+        resumed = make(batch_size)
+        state_of = _StateOf(json.loads(of_worker), resumed)
+        here = rf"here num_workers={workers} and .* = {batch_size}: .*state_dict\(steps="
+        with raises_in_workers(ConfigError, match=f"num_workers=2 .* = 31; {here}"):
+            for _ in DataLoader(state_of, batch_size=None, num_workers=workers):
+                pass
 
-    resumed.load_state_dict(dataset.state_dict(steps=3))
-    assert rows + list(itertools.chain(*rows_of(resumed, workers_after))) == list(range(ROWS))
+        resumed.load_state_dict(dataset.state_dict(steps=3))
+        assert rows + list(itertools.chain(*rows_of(resumed, workers))) == list(range(ROWS))
 
 
 class _StateOf(IterableDataset[Any]):
