@@ -20,6 +20,12 @@ WITH := $(VENV)/.with-
 EXTRAS := demo test frameworks docs check bench
 # Tests start many processes at once, with deadlines: each must find the byte code of its packages.
 COMPILED := test frameworks bench dev
+# What else is there with an extra, as pyproject.toml has it: pip takes 20 s to find that out.
+AND_check := demo
+AND_test := demo
+AND_frameworks := demo test
+AND_bench := demo test
+AND_dev := $(EXTRAS)
 # Beside the first one, with pins that never meet its own.
 PROTO := $(VENV)-proto
 PROTO_STAMP := $(PROTO)/.installed
@@ -120,7 +126,6 @@ proto: $(PROTO_STAMP)  ## regenerate the code under protos/
 	$(PROTO)/bin/python protos/generate.py
 
 venv: $(WITH)dev  ## make the environment of all targets at once
-	@touch $(addprefix $(WITH),$(EXTRAS))
 
 $(PROTO_STAMP): protos/requirements.txt
 	$(PYTHON) -m venv $(PROTO)
@@ -145,7 +150,7 @@ $(WITH)%: pyproject.toml constraints.txt | $(VENV)/pyvenv.cfg
 	$(BIN)/python -m pip install $(PIP_ARGS) --no-compile -c constraints.txt -e '.[$*]'
 	@# On all cores; pip uses one. Some packages have files that are no Python 3.
 	$(if $(filter $*,$(COMPILED)),-@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib)
-	@touch $@
+	@touch $@ $(addprefix $(WITH),$(AND_$*))
 
 $(VENV)/pyvenv.cfg:
 	@test -n "$(PYTHON)" || { echo "no Python 3.11 or newer found; name one: make PYTHON=..." >&2; exit 1; }

@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import PurePath
 
 import pytest
@@ -116,7 +117,13 @@ def note_output(output: str | bytes | None) -> None:
 def _places() -> Iterator[str]:
     frame, left = sys._getframe(2), _MOST_FRAMES
     while frame is not None and left:
-        path = PurePath(frame.f_code.co_filename)
-        if path.is_relative_to(_ROOT):
-            yield path.relative_to(_ROOT).as_posix()
+        if place := _place_of(frame.f_code.co_filename):
+            yield place
         frame, left = frame.f_back, left - 1  # type: ignore[assignment]
+
+
+@cache
+def _place_of(file: str) -> str:
+    """The path in this project; empty outside."""
+    path = PurePath(file)
+    return path.relative_to(_ROOT).as_posix() if path.is_relative_to(_ROOT) else ""

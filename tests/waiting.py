@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import psutil
 
-_POLL_S = 0.01
+_POLL_S, _LONGEST_POLL_S = 0.01, 0.1
 _STOP_S = 30.0
 _LEAST_S = 60.0
 _T = TypeVar("_T")
@@ -28,11 +28,13 @@ def wait_until(
         what: the state that is waited for, for the message.
     """
     timeout_s = max(timeout_s, _LEAST_S)
-    deadline = time.monotonic() + timeout_s
+    begun = time.monotonic()
     pause = threading.Event()
     while not (value := predicate()):
-        assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}"
-        pause.wait(poll_s)
+        waited_s = time.monotonic() - begun
+        assert waited_s < timeout_s, f"not within {timeout_s:g} s: {what}"
+        # A look may cost what it waits for: the longer it lasts, the rarer they are.
+        pause.wait(max(poll_s, min(waited_s / 8, _LONGEST_POLL_S)))
     return value
 
 

@@ -18,7 +18,6 @@ import jwt
 import pyarrow as pa
 import pyarrow.flight as flight
 import pytest
-from cryptography.hazmat.primitives.asymmetric import rsa
 from grpc_health.v1 import health_pb2
 
 from cache_client import (
@@ -46,10 +45,10 @@ from tests.conftest import write_numbered
 from tests.control_clients import open_channel
 from tests.flight_clients import connect
 from tests.job_arguments import grouped
+from tests.json_web_tokens import KEY
 
 TIMEOUT_S = 60.0
 ROWS = 100
-KEY = rsa.generate_private_key(public_exponent=65537, key_size=2048)
 TOKENS: Mapping[str, tuple[str, list[str]]] = {  # name -> namespace, roles
     "alice": ("team-a", ["writer"]),
     "albert": ("team-a", ["writer"]),

@@ -27,6 +27,7 @@ from cache_client.flight.connections import NodeConnection
 from cache_client.job.ranks import find_process
 from cache_client.training import opened
 from cache_server import LocalCluster
+from tests import forked_python
 from tests.conftest import write_numbered
 from tests.waiting import wait_until
 
@@ -87,7 +88,7 @@ def test_real_processes_that_differ_are_named_and_a_restarted_rank_is_not(
     environment = {name: value for name, value in os.environ.items() if name not in variables}
 
     def start(side: int) -> subprocess.Popen[str]:
-        return subprocess.Popen(
+        return forked_python.Popen(
             [sys.executable, str(program), cluster.endpoint, table, str(side)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
             env={**environment, "PYTHONPATH": str(program.parents[1])},

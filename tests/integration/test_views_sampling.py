@@ -101,7 +101,7 @@ def test_an_epoch_is_the_same_for_any_ranks_and_workers_and_resumes_inside(
     begun.set_epoch(1)
     batches = iter(begun)
     first = rows_of([next(batches), next(batches)])
-    resumed = dataset(cluster, **{**view, "batch_size": 3})
+    resumed = dataset(cluster, **{**view, "batch_size": 9})
     resumed.load_state_dict(begun.state_dict())
     assert first + rows_of(resumed.loader(num_workers=2)) == expected
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -48,3 +50,23 @@ def test_ci_makes_a_virtual_environment_of_its_own_and_removes_it(
     assert all(Path(venv).is_relative_to(temporary) for _, venv in calls)
     assert (done.returncode != 0) == bool(failing)
     assert not list(temporary.iterdir())
+
+
+def test_an_extra_that_the_makefile_does_not_install_is_contained_in_another_one() -> None:
+    """`make floor` needs the extra demo, which `make check` has installed before."""
+    root = RUN.parents[1]
+    project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    makefile = (root / "Makefile").read_text(encoding="utf-8")
+    every = re.search(r"^EXTRAS := (.*)$", makefile, re.MULTILINE)
+    assert every
+    said = dict(re.findall(r"^AND_(\w+) := (.*)$", makefile, re.MULTILINE))
+
+    def contained(extra: str) -> set[str]:
+        requirements = " ".join(project["optional-dependencies"][extra])
+        own = re.findall(rf"{project['name']}\[(.*?)\]", requirements)
+        names = {name for names in own for name in names.split(",")}
+        return names.union(*map(contained, names))
+
+    assert said
+    for extra, others in said.items():
+        assert {*others.replace("$(EXTRAS)", every[1]).split()} <= contained(extra), extra
