@@ -652,6 +652,7 @@ class Node(google.protobuf.message.Message):
     NAME_FIELD_NUMBER: builtins.int
     DRAIN_FIELD_NUMBER: builtins.int
     LEAVING_FIELD_NUMBER: builtins.int
+    PROTOCOL_FIELD_NUMBER: builtins.int
     id: builtins.str
     flight_location: builtins.str
     """grpc://host:port"""
@@ -673,6 +674,8 @@ class Node(google.protobuf.message.Message):
     """host name of its machine, which is that of its pod; for people"""
     leaving: builtins.bool
     """set by a node that ends soon: its shards are moved away"""
+    protocol: builtins.int
+    """that the node speaks; 0: of a release that does not tell"""
     @property
     def drain(self) -> Global___Drain:
         """set by the coordinator while it moves the shards of the node away"""
@@ -694,9 +697,10 @@ class Node(google.protobuf.message.Message):
         name: builtins.str = ...,
         drain: Global___Drain | None = ...,
         leaving: builtins.bool = ...,
+        protocol: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["drain", b"drain"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["alive", b"alive", "cache_dir", b"cache_dir", "control_location", b"control_location", "drain", b"drain", "flight_location", b"flight_location", "id", b"id", "leaving", b"leaving", "memory_limit_bytes", b"memory_limit_bytes", "name", b"name", "process", b"process", "stored_bytes", b"stored_bytes", "stored_shards", b"stored_shards", "untrusted", b"untrusted", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["alive", b"alive", "cache_dir", b"cache_dir", "control_location", b"control_location", "drain", b"drain", "flight_location", b"flight_location", "id", b"id", "leaving", b"leaving", "memory_limit_bytes", b"memory_limit_bytes", "name", b"name", "process", b"process", "protocol", b"protocol", "stored_bytes", b"stored_bytes", "stored_shards", b"stored_shards", "untrusted", b"untrusted", "version", b"version"]) -> None: ...
 
 Global___Node: typing_extensions.TypeAlias = Node
 
@@ -811,10 +815,13 @@ class ReadPlan(google.protobuf.message.Message):
     FINGERPRINT_FIELD_NUMBER: builtins.int
     LEASE_S_FIELD_NUMBER: builtins.int
     LOG_FIELD_NUMBER: builtins.int
+    PROTOCOL_FIELD_NUMBER: builtins.int
     dataset: builtins.str
     fingerprint: builtins.str
     lease_s: builtins.float
     """how long a replaced version is kept after its last read or plan"""
+    protocol: builtins.int
+    """that the node speaks; 0: of a release that does not tell"""
     @property
     def log(self) -> Global___LoadLog:
         """if known_groups was asked"""
@@ -826,9 +833,10 @@ class ReadPlan(google.protobuf.message.Message):
         fingerprint: builtins.str = ...,
         lease_s: builtins.float = ...,
         log: Global___LoadLog | None = ...,
+        protocol: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["log", b"log"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["dataset", b"dataset", "fingerprint", b"fingerprint", "lease_s", b"lease_s", "log", b"log"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["dataset", b"dataset", "fingerprint", b"fingerprint", "lease_s", b"lease_s", "log", b"log", "protocol", b"protocol"]) -> None: ...
 
 Global___ReadPlan: typing_extensions.TypeAlias = ReadPlan
 
@@ -1035,18 +1043,22 @@ class CoordinatorEndpoints(google.protobuf.message.Message):
     FLIGHT_LOCATION_FIELD_NUMBER: builtins.int
     CONTROL_LOCATION_FIELD_NUMBER: builtins.int
     PAGE_FIELD_NUMBER: builtins.int
+    PROTOCOL_FIELD_NUMBER: builtins.int
     flight_location: builtins.str
     control_location: builtins.str
     page: builtins.str
     """http://host:port/ of its status page"""
+    protocol: builtins.int
+    """that the coordinator speaks; 0: of a release that does not tell"""
     def __init__(
         self,
         *,
         flight_location: builtins.str = ...,
         control_location: builtins.str = ...,
         page: builtins.str = ...,
+        protocol: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["control_location", b"control_location", "flight_location", b"flight_location", "page", b"page"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["control_location", b"control_location", "flight_location", b"flight_location", "page", b"page", "protocol", b"protocol"]) -> None: ...
 
 Global___CoordinatorEndpoints: typing_extensions.TypeAlias = CoordinatorEndpoints
 
