@@ -16,7 +16,7 @@ import cache_client
 from cache_client import CacheClient, CacheIterableDataset, Connection, DatasetSpec
 
 
-def where(endpoint: str) -> str:
+def where_it_is(endpoint: str) -> str:
     """The file of the package, which tells the release."""
     return cache_client.__file__
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+import shutil
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from cache_server import LocalCluster
 from tests.conftest import write_numbered
-from tests.last_release import ReleaseClient, last_release, nodes_are_old
+from tests.last_release import ReleaseClient, last_release, nodes_are_old, run_as
 
 ROWS, FILES = 80, 8
 HALF = 5  # steps of 8 rows
@@ -23,8 +24,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def old_client() -> Iterator[ReleaseClient]:
-    last_release()
     with ReleaseClient(is_old=True) as client:
+        assert client.do("where_it_is", "").startswith(str(last_release()))
         yield client
 
 
@@ -44,33 +45,60 @@ def test_clients_of_both_releases_load_read_resume_and_write(
     coordinator_is_old: bool,
     node_is_old: bool,
 ) -> None:
-    def is_old(command: object) -> bool:
+    def is_old(command: Sequence[str]) -> bool:
         return node_is_old if "--coordinator" in command else coordinator_is_old
 
+    clients = {"old": old_client, "new": new_client}
+    others = {"old": new_client, "new": old_client}
     with nodes_are_old(is_old), LocalCluster(nodes=2) as cluster:
-        states = {}
-        for who, client in {"old": old_client, "new": new_client}.items():
-            assert str(last_release()) in client.do("where", cluster.endpoint) or who == "new"
-            assert client.do("load", cluster.endpoint, name=who, source=str(source)) == ROWS
-            states[who] = client.do(
-                "read", cluster.endpoint, name=who, local=False, state=None, steps=HALF
-            )
-        for who, client in {"old": new_client, "new": old_client}.items():
+        where, states = cluster.endpoint, {}
+        for who, client in clients.items():
+            assert client.do("load", where, name=who, source=str(source)) == ROWS
+            states[who] = client.do("read", where, name=who, local=False, state=None, steps=HALF)
+        for who, client in others.items():
             rows, state = states[who]
-            rest, _ = client.do(
-                "read", cluster.endpoint, name=who, local=False, state=state, steps=None
-            )
+            rest, _ = client.do("read", where, name=who, local=False, state=state, steps=None)
             assert len(rows) == HALF * 8
             assert sorted(rows + rest) == list(range(ROWS))
-        for who, client in {"old": old_client, "new": new_client}.items():
-            name = f"written-{who}"
-            client.do("write", cluster.endpoint, name=name, start=0, stop=40, append=False)
-        for who, client in {"old": new_client, "new": old_client}.items():
-            name = f"written-{who}"
-            wrote = client.do("write", cluster.endpoint, name=name, start=40, stop=80, append=True)
-            assert wrote == 80
-            rows, _ = client.do(
-                "read", cluster.endpoint, name=name, local=True, state=None, steps=None
-            )
+        for who, client in clients.items():
+            written = client.do("write", where, name=f"{who}-rows", start=0, stop=40, append=False)
+            assert written == 40
+        for who, client in others.items():
+            name = f"{who}-rows"
+            assert client.do("write", where, name=name, start=40, stop=80, append=True) == 80
+            rows, _ = client.do("read", where, name=name, local=True, state=None, steps=None)
             assert sorted(rows) == list(range(80))
-            assert name not in client.do("drop", cluster.endpoint, name=name)
+            assert name not in client.do("drop", where, name=name)
+
+
+def test_a_cache_is_upgraded_in_place_and_reads_no_source(
+    old_client: ReleaseClient, new_client: ReleaseClient, tmp_path: Path
+) -> None:
+    source = write_numbered(tmp_path / "source", ROWS, files=FILES)
+    with nodes_are_old(lambda _: True), LocalCluster(nodes=2, cache_dir=tmp_path / "cache") as cluster:
+        old_client.do("load", cluster.endpoint, name="loaded", source=str(source))
+        old_client.do("write", cluster.endpoint, name="written", start=0, stop=ROWS, append=False)
+        shutil.rmtree(source)
+        rows: dict[str, list[int]] = {"loaded": [], "written": []}
+        states = dict.fromkeys(rows)
+
+        def train(client: ReleaseClient, steps: int | None) -> None:
+            for name in rows:
+                some, states[name] = client.do(
+                    "read", cluster.endpoint, name=name, local=False, state=states[name], steps=steps
+                )
+                rows[name] += some
+
+        train(old_client, 3)
+        for node in cluster.nodes:  # the coordinator first
+            run_as(node, is_old=False)
+            node.restart()
+            cluster.wait_for_nodes()
+            train(old_client, 3)
+        train(new_client, None)
+        for name in rows:
+            assert sorted(rows[name]) == list(range(ROWS))
+        appended = new_client.do(
+            "write", cluster.endpoint, name="written", start=ROWS, stop=ROWS + 8, append=True
+        )
+        assert appended == ROWS + 8
