@@ -91,9 +91,7 @@ def nodes_are_old(is_old: Callable[[Sequence[str]], bool]) -> Iterator[None]:
         yield
 
 
-def _spawn(
-    node: LocalNode, command: Sequence[str], log_file: IO[bytes], *, is_old: bool
-) -> None:
+def _spawn(node: LocalNode, command: Sequence[str], log_file: IO[bytes], *, is_old: bool) -> None:
     node._process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log_file, text=True,
         env=_environment(is_old), cwd=node.cache_dir,

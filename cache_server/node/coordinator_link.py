@@ -18,8 +18,8 @@ from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.v1 import cache_pb2_grpc
 from cache_protocol.wire.channels import from_rpc_error, open_channel
 from cache_protocol.wire.credentials import NO_CREDENTIALS, Credentials
-from cache_protocol.wire.protocol_version import check_server
 from cache_protocol.wire.load_progress import LoadReport, lengthen_shards, wait_for_load
+from cache_protocol.wire.protocol_version import check_server
 from cache_server.auth.principals import EVERYTHING, Viewer
 
 _CALL_TIMEOUT_S = 10.0

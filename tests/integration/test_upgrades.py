@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from cache_client import CacheClient, RequestError
+from cache_protocol.wire import protocol_version
 from cache_server import LocalCluster
 from tests.conftest import write_numbered
 from tests.last_release import ReleaseClient, last_release, nodes_are_old, run_as
@@ -75,7 +77,10 @@ def test_a_cache_is_upgraded_in_place_and_reads_no_source(
     old_client: ReleaseClient, new_client: ReleaseClient, tmp_path: Path
 ) -> None:
     source = write_numbered(tmp_path / "source", ROWS, files=FILES)
-    with nodes_are_old(lambda _: True), LocalCluster(nodes=2, cache_dir=tmp_path / "cache") as cluster:
+    with (
+        nodes_are_old(lambda _: True),
+        LocalCluster(nodes=2, cache_dir=tmp_path / "cache") as cluster,
+    ):
         old_client.do("load", cluster.endpoint, name="loaded", source=str(source))
         old_client.do("write", cluster.endpoint, name="written", start=0, stop=ROWS, append=False)
         shutil.rmtree(source)
@@ -85,11 +90,20 @@ def test_a_cache_is_upgraded_in_place_and_reads_no_source(
         def train(client: ReleaseClient, steps: int | None) -> None:
             for name in rows:
                 some, states[name] = client.do(
-                    "read", cluster.endpoint, name=name, local=False, state=states[name], steps=steps
+                    "read",
+                    cluster.endpoint,
+                    name=name,
+                    local=False,
+                    state=states[name],
+                    steps=steps,
                 )
                 rows[name] += some
 
         train(old_client, 3)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(protocol_version, "PROTOCOL", 3)
+            with pytest.raises(RequestError, match=r"the cache at \S+ is too old for this client"):
+                CacheClient(cluster.endpoint).datasets()
         for node in cluster.nodes:  # the coordinator first
             run_as(node, is_old=False)
             node.restart()

@@ -98,7 +98,7 @@ def test_shards_of_a_newer_release_are_refused_and_left_as_they_are(three_shards
     (three_shards / ".node-id").write_text("of a newer form, too")
     before = {path: path.read_bytes() for path in three_shards.rglob("*") if path.is_file()}
 
-    with pytest.raises(ConfigError, match="a newer release wrote the shards in .* in format 2"):
+    with pytest.raises(ConfigError, match=r"a newer release wrote the shards in .* in format 2"):
         ShardStore(three_shards)
     assert {path: path.read_bytes() for path in three_shards.rglob("*") if path.is_file()} == before
 

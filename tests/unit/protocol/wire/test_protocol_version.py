@@ -51,9 +51,9 @@ def test_what_tells_no_version_is_of_the_first_release_or_of_another_project(
     check_server(0, "the cache", "client")
     monkeypatch.setattr(protocol_version, "PROTOCOL", 3)
     check_caller({}, "client", is_ours=False)  # any Flight client
-    with pytest.raises(RequestError, match="the client is too old .* it speaks protocol 1"):
+    with pytest.raises(RequestError, match=r"the client is too old .* it speaks protocol 1"):
         check_caller({}, "client", is_ours=True)
-    with pytest.raises(RequestError, match="the cache is too old .* it speaks protocol 1"):
+    with pytest.raises(RequestError, match=r"the cache is too old .* it speaks protocol 1"):
         check_server(0, "the cache", "client")
 
 
