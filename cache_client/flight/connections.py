@@ -141,9 +141,7 @@ class NodeConnection:
         asked_at = time.monotonic()
         with self._in_use():
             info = self._client.value.get_flight_info(descriptor, self._options(timeout_s))
-        plan = pb.ReadPlan.FromString(bytes(info.app_metadata))
-        check_server(plan.protocol, f"the cache at {self.location}", "client")
-        return _shard_map(info, plan, asked_at)
+        return _shard_map(info, asked_at, f"the cache at {self.location}")
 
     def renew_lease(self, dataset: str, fingerprint: str, timeout_s: float) -> None:
         """Tells the cache that this version is in use; `read_shard_map` and reads of rows do, too.
@@ -388,7 +386,9 @@ def _ask_nobody() -> None:
         list(own.list_actions(flight.FlightCallOptions(timeout=1.0)))
 
 
-def _shard_map(info: flight.FlightInfo, plan: pb.ReadPlan, asked_at: float) -> ShardMap:
+def _shard_map(info: flight.FlightInfo, asked_at: float, of: str = "the cache") -> ShardMap:
+    plan = pb.ReadPlan.FromString(bytes(info.app_metadata))
+    check_server(plan.protocol, of, "client")
     nodes: dict[str, int] = {}
     refs: list[NodeRef] = []
     starts: list[int] = []
