@@ -14,6 +14,7 @@ from cache_protocol.wire import protocol_version
 from cache_server import LocalCluster
 from tests.conftest import write_numbered
 from tests.last_release import ReleaseClient, last_release, nodes_are_old, run_as
+from tests.waiting import files_below, wait_until
 
 ROWS, FILES = 80, 8
 HALF = 5  # steps of 8 rows
@@ -73,8 +74,9 @@ def test_clients_of_both_releases_load_read_resume_and_write(
             assert name not in client.do("drop", where, name=name)
 
 
+@pytest.mark.parametrize("order", [[0, 1], [1, 0]])  # the coordinator is the first of the cluster
 def test_a_cache_is_upgraded_in_place_and_reads_no_source(
-    old_client: ReleaseClient, new_client: ReleaseClient, tmp_path: Path
+    old_client: ReleaseClient, new_client: ReleaseClient, tmp_path: Path, order: list[int]
 ) -> None:
     source = write_numbered(tmp_path / "source", ROWS, files=FILES)
     with (
@@ -82,7 +84,8 @@ def test_a_cache_is_upgraded_in_place_and_reads_no_source(
         LocalCluster(nodes=2, cache_dir=tmp_path / "cache") as cluster,
     ):
         old_client.do("load", cluster.endpoint, name="loaded", source=str(source))
-        old_client.do("write", cluster.endpoint, name="written", start=0, stop=ROWS, append=False)
+        for name in ("written", "dropped"):
+            old_client.do("write", cluster.endpoint, name=name, start=0, stop=ROWS, append=False)
         shutil.rmtree(source)
         rows: dict[str, list[int]] = {"loaded": [], "written": []}
         states = dict.fromkeys(rows)
@@ -104,11 +107,13 @@ def test_a_cache_is_upgraded_in_place_and_reads_no_source(
             patch.setattr(protocol_version, "PROTOCOL", 3)
             with pytest.raises(RequestError, match=r"the cache at \S+ is too old for this client"):
                 CacheClient(cluster.endpoint).datasets()
-        for node in cluster.nodes:  # the coordinator first
-            run_as(node, is_old=False)
-            node.restart()
+        for index in order:
+            run_as(cluster.nodes[index], is_old=False)
+            cluster.nodes[index].restart()
             cluster.wait_for_nodes()
             train(old_client, 3)
+            if index == order[0]:  # the other node is of the last release
+                old_client.do("drop", cluster.endpoint, name="dropped")
         train(new_client, None)
         for name in rows:
             assert sorted(rows[name]) == list(range(ROWS))
@@ -116,3 +121,10 @@ def test_a_cache_is_upgraded_in_place_and_reads_no_source(
             "write", cluster.endpoint, name="written", start=ROWS, stop=ROWS + 8, append=True
         )
         assert appended == ROWS + 8
+        assert new_client.do("drop", cluster.endpoint, name="written") == ["loaded"]
+
+        def only_the_loaded_rows_are_left() -> bool:
+            shards = [path for path in files_below(cluster.cache_dir) if path.suffix == ".arrow"]
+            return {path.parent.parent.name for path in shards} == {"loaded"}
+
+        wait_until(only_the_loaded_rows_are_left, 30.0, "dropped rows are gone from the nodes")
