@@ -37,6 +37,7 @@ class Pass:
         of_loader: workers make its batches, and a `CacheLoader` counts those it hands out.
         digests: of the steps that this process made.
         record: of the steps handed out, when it was last made.
+        traceparent: of the batch that the training loop waits for; empty: nothing is traced.
     """
 
     epoch: int = field(init=False)
@@ -54,6 +55,7 @@ class Pass:
     record: AuditRecord | None = None
     due_of: Callable[[], Due] = Due
     most_steps: int | None = None
+    traceparent: str = ""
 
     @property
     def steps(self) -> range:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from cache_server.__main__ import _set_up_logging
+from cache_server.telemetry import set_up_logging
 
 LOGGERS = [logging.getLogger(name) for name in ("", "cache_server", "cache_protocol")]
 
@@ -21,7 +21,7 @@ def _levels_are_restored() -> Iterator[None]:
 
 
 def test_the_log_level_applies_to_both_packages_of_a_node_and_to_no_library() -> None:
-    _set_up_logging("debug")
+    set_up_logging("debug")
 
     for name in ("cache_server.node.node", "cache_protocol.wire.load_progress"):
         assert logging.getLogger(name).isEnabledFor(logging.DEBUG)

@@ -992,7 +992,8 @@ Global___RowExpression: typing_extensions.TypeAlias = RowExpression
 
 @typing.final
 class GatherRequest(google.protobuf.message.Message):
-    """FlightDescriptor.cmd of DoExchange. The client then sends batches of one int64 column "row". The
+    """FlightDescriptor.cmd of DoExchange. The client then sends batches of one int64 column "row"; their
+    app_metadata may be the "traceparent" (W3C) of the window. The
     node answers each with these rows, in this order, in packed columns.
     """
 
@@ -2049,6 +2050,7 @@ class DesiredDataset(google.protobuf.message.Message):
     MISSING_FIELD_NUMBER: builtins.int
     SECRETS_FIELD_NUMBER: builtins.int
     NUM_SHARDS_FIELD_NUMBER: builtins.int
+    TRACEPARENT_FIELD_NUMBER: builtins.int
     rows_fixed: builtins.bool
     """every shard is sealed on some node, so row ids and num_rows are known"""
     num_rows: builtins.int
@@ -2056,6 +2058,8 @@ class DesiredDataset(google.protobuf.message.Message):
     """this node runs the whole query and keeps the missing shards"""
     num_shards: builtins.int
     """of the result of a whole query, once known"""
+    traceparent: builtins.str
+    """W3C; of the load; empty: it is not traced"""
     @property
     def plan(self) -> Global___LoadPlan: ...
     @property
@@ -2077,9 +2081,10 @@ class DesiredDataset(google.protobuf.message.Message):
         missing: collections.abc.Iterable[builtins.int] | None = ...,
         secrets: Global___Secrets | None = ...,
         num_shards: builtins.int | None = ...,
+        traceparent: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_num_shards", b"_num_shards", "num_shards", b"num_shards", "plan", b"plan", "secrets", b"secrets"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_num_shards", b"_num_shards", "missing", b"missing", "num_rows", b"num_rows", "num_shards", b"num_shards", "plan", b"plan", "rows_fixed", b"rows_fixed", "run_whole", b"run_whole", "secrets", b"secrets", "shards", b"shards"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_num_shards", b"_num_shards", "missing", b"missing", "num_rows", b"num_rows", "num_shards", b"num_shards", "plan", b"plan", "rows_fixed", b"rows_fixed", "run_whole", b"run_whole", "secrets", b"secrets", "shards", b"shards", "traceparent", b"traceparent"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_num_shards", b"_num_shards"]) -> typing.Literal["num_shards"] | None: ...
 
 Global___DesiredDataset: typing_extensions.TypeAlias = DesiredDataset

@@ -240,6 +240,7 @@ BARRIERS = (
     # Who calls is decided apart from how: each protocol has one place that asks.
     *(Barrier("cache_server/auth", f"cache_server.{name}") for name in _OUTSIDE),
     Barrier("cache_server", "prometheus_client", ("cache_server/web/metrics.py",)),
+    Barrier("cache_server", "opentelemetry", ("cache_server/telemetry.py",)),
     Barrier("cache_server", "http.server", ("cache_server/web/service.py",)),
     Barrier("cache_server", "fsspec", _HUB),
     Barrier("cache_server", "huggingface_hub", _HUB),
