@@ -80,7 +80,7 @@ class Collector:
                             *(each.hex() for each in ids),
                             values,
                             span.status.message,
-                        )  # fmt: skip
+                        )
                     )
 
     def named(self, name: str) -> list[Span]:
@@ -207,8 +207,8 @@ def test_nodes_log_json_lines_with_the_ids_of_spans(
         for line in node.log_tail(max_bytes=1_000_000).splitlines()
     ]
     assert {"time", "level", "logger", "message"} <= lines[0].keys()
-    failed = [line for line in lines if "load failed dataset=default/logged" in line["message"]]
-    (planned,) = [line for line in lines if "planned name=default/logged" in line["message"]]
+    failed = [line for line in lines if "load failed dataset=logged" in line["message"]]
+    (planned,) = [line for line in lines if "planned name=logged" in line["message"]]
     assert failed and {line["level"] for line in failed} == {"error"}
     assert planned["level"] == "info" and "trace_id" not in planned  # the client was in no span
 
