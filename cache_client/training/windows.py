@@ -178,7 +178,7 @@ def pass_batches(
         )
     # Closed also where an error of the transform is kept, and this with it.
     with closing(results), _BatchSpans(pass_, rank) as spans:
-        step = iter(steps)
+        step, given = iter(steps), 0
         for window in all_windows(results, fetch):
             if window.digests is not None:
                 if shared is None:
@@ -197,33 +197,36 @@ def pass_batches(
                 made = batch if transform is None else transform(batch)
                 spans.end()
                 yield sent(made) if pass_.in_worker else made
-                spans.begin()
+            given += len(window.sizes)
+            spans.begin(given)
 
 
 class _BatchSpans:
-    """A span for each batch, from when the training loop asks for it until it has it.
+    """A span for each batch that begins a window, from when it is asked for until it is there.
 
-    The windows that are asked for meanwhile are below it.
+    The other batches wait for nothing. The windows that are asked for meanwhile are below it.
     """
 
     def __init__(self, pass_: Pass, rank: int) -> None:
-        self._pass, self._rank, self._number = pass_, rank, -1
-        self.begin()
+        self._pass, self._rank = pass_, rank
+        self._span: Any = None
+        self._is_on = tracing.is_on()
 
-    def begin(self) -> None:
-        """The training loop asks for the next batch."""
-        self._number += 1
-        self._span = tracing.begin(
-            "cache.batch", epoch=self._pass.epoch, number=self._number, rank=self._rank
-        )
-        if self._span is not None:
+    def begin(self, number: int) -> None:
+        """The training loop asks for a batch."""
+        if self._is_on:
+            epoch, rank = self._pass.epoch, self._rank
+            self._span = tracing.begin("cache.batch", epoch=epoch, number=number, rank=rank)
             self._pass.traceparent = tracing.traceparent(self._span)
 
     def end(self) -> None:
         """It has it."""
-        tracing.end(self._span)
+        if self._span is not None:
+            tracing.end(self._span)
+            self._span = None
 
     def __enter__(self) -> _BatchSpans:
+        self.begin(0)
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, TypeVar
 
 from cache_protocol.errors import CacheError
@@ -30,6 +31,11 @@ def _api() -> Any:
     except AttributeError:  # another thread imports it right now
         return None
     return trace if is_set else None
+
+
+def is_on() -> bool:
+    """Whether spans are made."""
+    return _api() is not None
 
 
 def begin(name: str, **attributes: str | int) -> Any:
@@ -130,10 +136,13 @@ def headers() -> tuple[tuple[str, str], ...]:
 
 def traceparent(span: Any = None) -> str:
     """What names a span, or the current one, to another process; empty: there is none."""
-    if span is not None:
-        with current(span):
-            return traceparent()
-    return dict(headers()).get(TRACEPARENT, "")
+    if span is None:
+        trace = _api()
+        span = trace and trace.get_current_span()
+    found = span and span.get_span_context()
+    if not (found and found.is_valid):
+        return ""
+    return f"00-{found.trace_id:032x}-{found.span_id:016x}-{found.trace_flags:02x}"
 
 
 def ids() -> Mapping[str, str]:
@@ -154,6 +163,7 @@ def _remote(trace: Any, carrier: Mapping[str, str]) -> Any:
     return context if trace.get_current_span(context).get_span_context().is_valid else None
 
 
+@cache
 def _propagator() -> Any:
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
