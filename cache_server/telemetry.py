@@ -66,7 +66,7 @@ def set_up_spans(environ: Mapping[str, str]) -> Callable[[], object]:
         or environ.get("OTEL_TRACES_EXPORTER", "otlp") != "otlp"
         or not any(environ.get(name) for name in _ENDPOINTS)
     )
-    if is_off:
+    if is_off or tracing.is_on():  # `opentelemetry-instrument` has set it up
         return lambda: None
     try:
         from opentelemetry import trace

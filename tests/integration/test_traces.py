@@ -17,6 +17,7 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as otlp
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from torch.utils.data import DataLoader
 
 from cache_client import CacheClient, CacheIterableDataset, Connection, DatasetSpec, LoadError
 from cache_server import LocalCluster
@@ -169,7 +170,6 @@ def test_what_a_batch_waits_for_is_below_it_to_the_nodes(
     collector.spans.clear()
     with trace.get_tracer("tests").start_as_current_span("epoch"):
         assert sorted(rows_of(dataset)) == list(range(ROWS))
-    assert len(collector.named("cache.batch")) == ROWS // 50
     wait_until(lambda: len(collector.named("cache.node")) >= 2, WAIT_S, "spans of the nodes")
     for node in collector.named("cache.node"):
         window = collector.parent(node)
@@ -178,6 +178,22 @@ def test_what_a_batch_waits_for_is_below_it_to_the_nodes(
         assert (window.name, batch.name) == ("cache.window", "cache.batch")
         assert collector.parent(batch).name == "epoch"
     assert sum(window.attributes["rows"] for window in collector.named("cache.window")) == ROWS
+
+
+def test_a_forked_worker_traces_what_it_reads(
+    collector: Collector, cluster: LocalCluster, loaded: str
+) -> None:
+    cache = Connection(cluster.endpoint, local=False)
+    dataset = CacheIterableDataset(loaded, cache=cache, batch_size=50, shuffle=True)
+    dataset.set_epoch(3)
+    collector.spans.clear()
+    with trace.get_tracer("tests").start_as_current_span("with a worker"):
+        workers = DataLoader(dataset, None, num_workers=1, multiprocessing_context="fork")
+        assert sorted(rows_of(workers)) == list(range(ROWS))
+    wait_until(lambda: len(collector.named("cache.node")) >= 2, WAIT_S, "spans of the nodes")
+    for node in collector.named("cache.node"):
+        batch = collector.parent(collector.parent(node))
+        assert collector.parent(batch).name == "with a worker"
 
 
 def broken_spec(directory: Path, name: str) -> DatasetSpec:

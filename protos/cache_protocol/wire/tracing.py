@@ -46,7 +46,7 @@ def begin(name: str, **attributes: str | int) -> Any:
 
 def begin_below(traceparent: str, name: str, **attributes: str | int) -> Any:
     """Starts a span below one of another process; None if that is none. `end` must follow."""
-    trace = _api() if traceparent else None
+    trace: Any = _api() if traceparent else None
     context = trace and _remote(trace, {TRACEPARENT: traceparent})
     if context is None:
         return None
@@ -102,7 +102,7 @@ def below(headers: Mapping[str, str]) -> Iterator[None]:
     Args:
         headers: of the call, by lower-case name.
     """
-    trace = _api() if TRACEPARENT in headers else None
+    trace: Any = _api() if TRACEPARENT in headers else None
     context = trace and _remote(trace, headers)
     if context is None:
         yield
