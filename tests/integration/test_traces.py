@@ -73,14 +73,15 @@ class Collector:
                         each.key: each.value.string_value or each.value.int_value
                         for each in span.attributes
                     }
-                    ids = (span.trace_id, span.span_id, span.parent_span_id)
                     self.spans.append(
                         Span(
-                            names["service.name"],
-                            span.name,
-                            *(each.hex() for each in ids),
-                            values,
-                            span.status.message,
+                            service=names["service.name"],
+                            name=span.name,
+                            trace_id=span.trace_id.hex(),
+                            span_id=span.span_id.hex(),
+                            parent=span.parent_span_id.hex(),
+                            attributes=values,
+                            error=span.status.message,
                         )
                     )
 
@@ -88,10 +89,10 @@ class Collector:
         return [span for span in list(self.spans) if span.name == name]
 
     def parent(self, span: Span) -> Span:
-        def found() -> Span | None:
-            return next((each for each in list(self.spans) if each.span_id == span.parent), None)
+        def found() -> list[Span]:
+            return [each for each in list(self.spans) if each.span_id == span.parent]
 
-        parent = wait_until(found, WAIT_S, f"the parent of {span}")
+        (parent,) = wait_until(found, WAIT_S, f"the parent of {span}")
         assert parent.trace_id == span.trace_id
         return parent
 

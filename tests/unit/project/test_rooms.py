@@ -349,6 +349,7 @@ HOUSES: dict[str, dict[str, tuple[str, ...]]] = {
         "egress": ("source",),
         "config": ("auth",),
         "setting_options": ("config",),
+        "telemetry": (),
         "sql": ("source",),
         "shards": ("secrets", "sql"),
         "object_stores": ("egress", "secrets", "source"),
