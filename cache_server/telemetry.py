@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 
@@ -13,6 +14,7 @@ from cache_protocol.wire import tracing
 
 FORMATS = ("text", "json")
 _TEXT = "%(asctime)s %(levelname)s %(name)s %(message)s"
+_LAST_SPANS_S = 2.0  # a collector that is away delays the end of a node no longer
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 
 
@@ -56,7 +58,7 @@ def set_up_spans(environ: Mapping[str, str]) -> Callable[[], object]:
     """Sends spans to the collector that the standard variables of OpenTelemetry name, if any.
 
     Returns:
-        Sends what is left, and ends.
+        Sends what is left, within two seconds, and ends.
 
     Raises:
         ConfigError: the packages of OpenTelemetry are missing.
@@ -77,7 +79,13 @@ def set_up_spans(environ: Mapping[str, str]) -> Callable[[], object]:
     except ModuleNotFoundError as error:
         raise ConfigError(missing_package(error, "tracing", "traces")) from None
     name = {} if environ.get("OTEL_SERVICE_NAME") else {SERVICE_NAME: "cache-server"}
-    provider = TracerProvider(resource=Resource.create(name))
+    provider = TracerProvider(resource=Resource.create(name), shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
     trace.set_tracer_provider(provider)
-    return provider.shutdown
+
+    def send() -> None:
+        sender = threading.Thread(target=provider.shutdown, name="send-spans", daemon=True)
+        sender.start()
+        sender.join(_LAST_SPANS_S)
+
+    return send
