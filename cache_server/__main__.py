@@ -36,6 +36,7 @@ from cache_server.auth.kubernetes import SERVICE_ACCOUNT_DIR, Cluster
 from cache_server.config import NodeConfig
 from cache_server.local import LocalCluster, checked_settings, describe_nodes
 from cache_server.setting_options import given, with_settings_of
+from cache_server.telemetry import set_up_logging, set_up_spans
 
 _PROGRAM = "cache-server"
 _PURGE_DELAY_MS = 1000
@@ -52,6 +53,9 @@ app = typer.Typer(
 logger = logging.getLogger(__name__)
 
 LogLevel = Annotated[str, typer.Option(help="debug, info, warning or error.")]
+LogFormat = Annotated[
+    str, typer.Option(help="text, or json: a JSON object a line, with trace ids.")
+]
 
 
 @app.callback()
@@ -99,12 +103,13 @@ def serve(
         ),
     ] = 0,
     log_level: LogLevel = "info",
+    log_format: LogFormat = "text",
     **settings: Any,
 ) -> None:
     """Run one cache node. Prints one line of JSON when it listens."""
     environ, options = with_annotations(os.environ if load_from_env else {})
     problems: list[str] = []
-    checked(problems, lambda: _set_up_logging(log_level))
+    checked(problems, lambda: set_up_logging(log_level, log_format))
     checked(problems, lambda: _check_exit_code(signal_exit_code))
     checked(problems, lambda: _check_ephemeral(ephemeral, exit_with_stdin))
     config = checked(
@@ -143,6 +148,7 @@ def serve(
     except ModuleNotFoundError as error:
         raise ConfigError(missing_package(error, "a cache node", "server")) from None
 
+    send_spans = set_up_spans(os.environ)
     server = CacheServer(config, load=spec, on_load_failure=stop.fail)
     line = {
         "event": "listening",
@@ -163,6 +169,7 @@ def serve(
     if stop.by_signal and config.leave_timeout_s:
         stop.wait_for(server.leave)
     drained = server.close()
+    send_spans()
     if ephemeral and stop.parent_is_gone:
         _remove(config.cache_dir)
     if not drained:
@@ -214,7 +221,7 @@ def local(
 ) -> None:
     """Run a cache on this machine until interrupted. Prints its endpoint as one line of JSON."""
     problems: list[str] = []
-    checked(problems, lambda: _set_up_logging(log_level))
+    checked(problems, lambda: set_up_logging(log_level))
     spec = checked(problems, lambda: _spec_to_load(load, load_from_env))
     limit = checked(problems, lambda: _memory_limit(memory_limit))
     checked(problems, lambda: checked_settings(nodes, cache_dir, limit))
@@ -324,20 +331,6 @@ def _check_ephemeral(ephemeral: bool, exit_with_stdin: bool) -> None:
             "--ephemeral needs --exit-with-stdin: the cache directory is removed when standard "
             "input closes"
         )
-
-
-def _set_up_logging(level: str) -> None:
-    number = logging.getLevelNamesMapping().get(level.upper())
-    if number is None:
-        raise ConfigError(f"--log-level must be debug, info, warning or error, got {level!r}")
-    # Libraries log signed addresses at info and headers at debug.
-    logging.basicConfig(
-        level=max(number, logging.WARNING),
-        stream=sys.stderr,
-        format="%(asctime)s %(levelname)s %(name)s %(message)s",
-    )
-    for name in (__name__, "cache_server", "cache_protocol"):
-        logging.getLogger(name).setLevel(number)
 
 
 def _remove(cache_dir: Path) -> None:

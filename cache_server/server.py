@@ -29,6 +29,7 @@ from cache_protocol.errors import (
 from cache_protocol.storage.memory_budget import loads_at_once
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.wire.credentials import TLS_SCHEME, Credentials
+from cache_protocol.wire.protocol_version import PROTOCOL
 from cache_server.auth.authenticator import Authenticator
 from cache_server.auth.caller_log import LOAD, CallerLog
 from cache_server.auth.principals import ANYONE, Principal, Viewer
@@ -188,6 +189,7 @@ class CacheServer:
             flight_location=f"{TLS_SCHEME if tls else 'grpc://'}{config.host}:{self._flight.port}",
             control_location=f"{TLS_SCHEME if tls else ''}{config.host}:{self._control.port}",
             page=self.page,
+            protocol=PROTOCOL,
         )
 
     def _description(self, store: ShardStore) -> pb.Node:
@@ -200,6 +202,7 @@ class CacheServer:
             process=uuid.uuid4().hex,
             version=version("trainer-data-cache"),
             name=socket.gethostname(),
+            protocol=PROTOCOL,
         )
 
     def _serve(self, own: Coordinating | None) -> None:
@@ -433,7 +436,7 @@ def _own_principal(authenticator: Authenticator, own: Credentials) -> Principal:
     deadline = time.monotonic() + _KEYS_TIMEOUT_S
     while True:
         try:
-            return authenticator.authenticate(dict(own.headers()), "")
+            return authenticator.authenticate(dict(own.authorization()), "")
         except UnauthenticatedError as error:
             raise ConfigError(f"this node does not accept its own token: {error}") from None
         except NodeUnavailableError:  # such as while the network of a new pod is set up

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from cache_protocol.datasets.dataset_spec import DatasetSpec
 from cache_protocol.v1 import cache_pb2 as pb
+from cache_protocol.wire.protocol_version import PROTOCOL
 from cache_server.auth.principals import Principal
 from cache_server.coordination.catalogue import Catalogue
 from cache_server.coordination.catalogue_store import CatalogueStore
@@ -97,6 +98,7 @@ class FakeNode:
                 id=self.id,
                 flight_location=self.location,
                 process=self.boot,
+                protocol=PROTOCOL,
                 leaving=self.leaving,
                 memory_limit_bytes=self.limit_bytes,
                 stored_bytes=self.shard_bytes

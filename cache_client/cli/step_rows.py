@@ -20,6 +20,7 @@ from cache_client.control.row_reads import fetch_rows, open_version
 from cache_client.flight.routing import ShardMap
 from cache_client.job.connection import Access
 from cache_client.order.audit_record import AuditRecord
+from cache_client.order.due import Due
 from cache_client.order.order import EpochOrder, StepPlan, runs_of_steps
 from cache_client.order.states import AmendedPart
 from cache_client.order.view_text import view_options
@@ -89,14 +90,8 @@ class StepRow(NamedTuple):
 
 
 def question_of(record: AuditRecord, *, step: int, rank: int | None) -> Question:
-    """The question of a step of the pass that a record is of.
-
-    Raises:
-        NotShownError: the record does not tell in which order a view has its rows.
-    """
-    if record.job_shuffle is None and "-" in record.fingerprint:
-        raise NotShownError("the record is of an earlier release, and does not tell the view")
-    shuffle, block_size = record.job_shuffle or (record.shuffle, record.shuffle_block_size)
+    """The question of a step of the pass that a record is of."""
+    shuffle, block_size = record.job_shuffle
     return Question(
         dataset=record.dataset,
         fingerprint=record.fingerprint,
@@ -146,7 +141,7 @@ def _of_load(record: AuditRecord) -> dict[str, Any]:
 # What differs between the records of a pass of several ranks, or while they read.
 _OF_RANK: Mapping[str, Any] = {
     **dict(run="", number=0, rank=0, steps=0, rows=0, set_digest=0, order_digest=0),
-    **dict(checkpoints=(), begun_s=0.0, made_s=0.0, due=None),
+    **dict(checkpoints=(), begun_s=0.0, made_s=0.0, due=Due()),
 }
 
 

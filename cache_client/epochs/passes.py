@@ -39,6 +39,7 @@ class Pass:
         of_loader: workers make its batches, and a `CacheLoader` counts those it hands out.
         digests: of the steps that this process made.
         record: of the steps handed out, when it was last made.
+        traceparent: of the batch that the training loop waits for; empty: nothing is traced.
     """
 
     epoch: int = field(init=False)
@@ -59,6 +60,7 @@ class Pass:
     amend_after: int | None = None
     amend: Callable[[], None] | None = None
     superseded: bool = False
+    traceparent: str = ""
 
     @property
     def steps(self) -> range:

@@ -34,6 +34,7 @@ from cache_protocol.storage.row_index import RowRuns
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.wire.channels import DIRECT
 from cache_protocol.wire.credentials import NO_CREDENTIALS, Credentials
+from cache_protocol.wire.protocol_version import check_server
 
 REQUEST_TIMEOUT_S = 10.0
 # Nothing can cancel a wait for a connection, neither the end of the program nor a fork. gRPC's
@@ -140,7 +141,7 @@ class NodeConnection:
         asked_at = time.monotonic()
         with self._in_use():
             info = self._client.value.get_flight_info(descriptor, self._options(timeout_s))
-        return _shard_map(info, asked_at)
+        return _shard_map(info, asked_at, f"the cache at {self.location}")
 
     def renew_lease(self, dataset: str, fingerprint: str, timeout_s: float) -> None:
         """Tells the cache that this version is in use; `read_shard_map` and reads of rows do, too.
@@ -222,12 +223,19 @@ class NodeConnection:
         return table.column(0)
 
     def coordinator(self, timeout_s: float) -> pb.CoordinatorEndpoints:
-        """Where the coordinator of this node is."""
+        """Where the coordinator of this node is.
+
+        Raises:
+            RequestError: it speaks a protocol that is too old or too new.
+            NodeUnavailableError: the node did not answer.
+        """
         with self._in_use():
             results = list(
                 self._client.value.do_action(_ENDPOINTS_ACTION, self._options(timeout_s))
             )
-        return pb.CoordinatorEndpoints.FromString(results[0].body.to_pybytes())
+        found = pb.CoordinatorEndpoints.FromString(results[0].body.to_pybytes())
+        check_server(found.protocol, f"the cache at {self.location}", "client")
+        return found
 
     def report(self, report: pb.ReaderReport, timeout_s: float) -> pb.Disagreement | None:
         """Sends a report of a reader.
@@ -378,8 +386,9 @@ def _ask_nobody() -> None:
         list(own.list_actions(flight.FlightCallOptions(timeout=1.0)))
 
 
-def _shard_map(info: flight.FlightInfo, asked_at: float) -> ShardMap:
+def _shard_map(info: flight.FlightInfo, asked_at: float, of: str = "the cache") -> ShardMap:
     plan = pb.ReadPlan.FromString(bytes(info.app_metadata))
+    check_server(plan.protocol, of, "client")
     nodes: dict[str, int] = {}
     refs: list[NodeRef] = []
     starts: list[int] = []

@@ -23,6 +23,7 @@ from cache_protocol.errors import (
 from cache_protocol.storage.layout import pool_array
 from cache_protocol.storage.row_index import Ids
 from cache_protocol.v1 import cache_pb2 as pb
+from cache_protocol.wire import tracing
 
 _ROW_SCHEMA = pa.schema([pa.field("row", pa.int64())])
 
@@ -57,8 +58,13 @@ class GatherStream:
     def send(self, row_ids: Ids) -> None:
         """Asks for rows. Where that fails, `receive` says why: a node may have told the reason."""
         batch = pa.RecordBatch.from_arrays([pool_array(row_ids)], schema=_ROW_SCHEMA)
+        traceparent = tracing.traceparent()
         with suppress(CacheError), self._in_use():
-            self._ends.value[0].write_batch(batch)
+            if traceparent:
+                metadata = pa.py_buffer(traceparent.encode())
+                self._ends.value[0].write_with_metadata(batch, metadata)
+            else:
+                self._ends.value[0].write_batch(batch)
 
     def receive(self, num_rows: int) -> list[pa.RecordBatch]:
         """The answer to the oldest request, which asked for ``num_rows`` rows: stored batches.

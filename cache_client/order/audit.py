@@ -75,9 +75,6 @@ def audit(evidence: Sequence[Evidence], *, seed: int | None = None) -> list[Epoc
     ]
 
 
-_OF_EARLIER_RELEASE: Final = (
-    "the records are of an earlier release: they do not say how often each row is due"
-)
 _SAME: Final = (
     *("dataset", "fingerprint", "num_rows", "groups", "seed", "shuffle", "shuffle_block_size"),
     "job_shuffle",
@@ -156,10 +153,8 @@ def _passes(evidence: Sequence[Evidence]) -> tuple[list[Evidence], list[Evidence
 
 def _odd_ones(evidence: Sequence[Evidence], seed: int | None) -> Iterator[str]:
     """Ranks that read in another order than most."""
+    records = [each.record for each in evidence]
     for name in _SAME:
-        records = [each.record for each in evidence]
-        if name == "job_shuffle":
-            records = [record for record in records if record.job_shuffle is not None]
         values = Counter(getattr(record, name) for record in records)
         if not values:
             continue
@@ -351,7 +346,7 @@ class _Reading:
         if self._set_digest is not None and is_whole:
             problems += self._check_the_set(record)
         dropped, again = (self._dropped, self._again) if is_whole else (0, 0)
-        of = record.due.of if record.due is not None and record.groups else None
+        of = record.due.of if record.groups else None
         slots = record.num_rows if of is None else of  # more than those of the known groups
         before = record.amended_at[-1] if record.amended_at else 0  # positions, with skipped ones
         slots -= before
@@ -362,24 +357,22 @@ class _Reading:
             dropped=dropped,
             skipped=record.num_rows - num_left - (before - self._begin),
         )
-        is_known = record.due is not None or not record.view
         nothing = not shown.given and bool(shown.missing)
         outcome: Outcome = "wrong" if problems else "open" if self._gaps or nothing else "proven"
-        notes = [*self._notes] if is_known else [*self._notes, _OF_EARLIER_RELEASE]
         return EpochAudit(
             record.epoch,
             outcome,
             shown.given,
             slots - shown.skipped - dropped,
             self._stated(shown, record),
-            (*problems, *self._gaps, *notes),
+            (*problems, *self._gaps, *self._notes),
             record.view,
         )
 
     def _stated(self, shown: Shown, record: AuditRecord) -> str:
         if not self._begin:
             return shown.stated(record.due)
-        due = None if record.due is None else replace(record.due, rows=None, of=shown.slots)
+        due = replace(record.due, rows=None, of=shown.slots)
         return f"amended at position {self._begin:,}: {shown.stated(due)}"
 
     def _result_of_segment(self, record: AuditRecord, problems: list[str]) -> EpochAudit:

@@ -13,11 +13,8 @@ from cache_protocol.errors import ConfigError
 AuditMode = Literal["off", "reports", "states"]
 AUDIT_MODES: Final = ("off", "reports", "states")
 AUDIT_FORMAT: Final = 1
-# What records of earlier releases lack.
-_LATER: Final = {
-    **{"groups": (), "view": "", "due": None, "job_shuffle": None, "begun_s": 0.0, "made_s": 0.0},
-    "amended_at": (),
-}
+# What records leave out that have none.
+_RARE: Final = {"groups": (), "view": "", "amended_at": ()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,11 +30,11 @@ class AuditRecord:
         checkpoints: pairs of steps and the ``order_digest`` after them, evenly spread.
         groups: as in `EpochOrder`; those that were known when the record was made.
         view: what was read other than each row once, see `cache_client.order.view_text`.
-        due: what the epoch owes; None in records of earlier releases.
+        due: what the epoch owes.
         job_shuffle: ``shuffle`` and ``shuffle_block_size`` of the job. Some views order rows by
-            them, and then the order leaves slots as they are. None in records of earlier releases.
+            them, and then the order leaves slots as they are.
         begun_s, made_s: when the pass and the record were made, in seconds since 1970 by the clock
-            of the rank; 0 in records of earlier releases.
+            of the rank.
         amended_at: positions where the epoch was amended before the pass, with skipped ones.
     """
 
@@ -60,8 +57,8 @@ class AuditRecord:
     skipped: tuple[tuple[int, int], ...] = ()
     groups: tuple[int, ...] = ()
     view: str = ""
-    due: Due | None = None
-    job_shuffle: tuple[bool, int | None] | None = None
+    due: Due
+    job_shuffle: tuple[bool, int | None]
     begun_s: float = 0.0
     made_s: float = 0.0
     steps: int
@@ -99,17 +96,16 @@ class AuditRecord:
     @property
     def ends(self) -> bool:
         """Whether all rows of the epoch were known: some are not while a version loads."""
-        return not self.groups or self.due is None or self.due.of == self.num_rows
+        return not self.groups or self.due.of == self.num_rows
 
     def to_dict(self) -> dict[str, Any]:
         """The record as JSON types."""
         pairs = ("checkpoints", "skipped")
         values = {**asdict(self), **{name: [*map(list, getattr(self, name))] for name in pairs}}
+        values |= {"due": self.due.to_dict(), "job_shuffle": [*self.job_shuffle]}
         rare = {name: list(values.pop(name)) for name in ("groups", "amended_at")}
         rare["view"] = values.pop("view")
-        due = {} if values.pop("due") is None or self.due is None else {"due": self.due.to_dict()}
-        how = {"job_shuffle": None if self.job_shuffle is None else [*self.job_shuffle]}
-        return values | {name: value for name, value in rare.items() if value} | due | how
+        return values | {name: value for name, value in rare.items() if value}
 
     @classmethod
     def from_dict(cls, mapping: Mapping[str, Any]) -> AuditRecord:
@@ -121,7 +117,7 @@ class AuditRecord:
         try:
             if mapping["format"] != AUDIT_FORMAT:
                 raise ValueError(f"format must be {AUDIT_FORMAT}, got {mapping['format']!r}")
-            mapping = {**_LATER, **mapping}
+            mapping = {**_RARE, **mapping}
             values = {each.name: mapping[each.name] for each in fields(cls)}
             values["checkpoints"] = tuple((int(a), int(b)) for a, b in values["checkpoints"])
             values["skipped"] = tuple((int(a), int(b)) for a, b in values["skipped"])
@@ -129,10 +125,9 @@ class AuditRecord:
             values["amended_at"] = tuple(map(int, values["amended_at"]))
             values["view"] = str(values["view"])
             values |= {name: float(values[name]) for name in ("begun_s", "made_s")}
-            if values["job_shuffle"] is not None:
-                shuffle, block_size = values["job_shuffle"]
-                values["job_shuffle"] = shuffle, checked_shuffle(shuffle, block_size)
-            values["due"] = None if values["due"] is None else Due.from_dict(values["due"])
+            shuffle, block_size = values["job_shuffle"]
+            values["job_shuffle"] = shuffle, checked_shuffle(shuffle, block_size)
+            values["due"] = Due.from_dict(values["due"])
             record = cls(**values)
             record.plan, record.order  # noqa: B018  # checks the numbers
         except (AttributeError, KeyError, TypeError, ValueError) as error:

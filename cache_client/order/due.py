@@ -121,12 +121,8 @@ class Shown:
         """Slots that are due and not shown."""
         return self.slots - self.given - self.dropped - self.skipped
 
-    def stated(self, due: Due | None) -> str:
-        """The sentence of a verdict.
-
-        Args:
-            due: of the epoch; None: it is not known.
-        """
+    def stated(self, due: Due) -> str:
+        """The sentence of a verdict, by what the epoch owes."""
         parts = [self._given(due)]
         counts = {
             "left out by drop_last": self.dropped,
@@ -135,13 +131,11 @@ class Shown:
             "given again to fill the last step": self.again,
         }
         parts += [f"{count:,} {what}" for what, count in counts.items() if count]
-        parts += [] if due is None else self._rows(due)
-        return "; ".join(parts)
+        return "; ".join(parts + self._rows(due))
 
-    def _given(self, due: Due | None) -> str:
-        unit = "sample" if due is None else due.unit
-        whole, is_distinct = self.slots, due is not None and due.is_distinct
-        if due is not None and is_distinct:
+    def _given(self, due: Due) -> str:
+        unit, whole = due.unit, self.slots
+        if due.is_distinct:
             unit, whole = "row", self.slots if due.of is None else due.of
         of = f" of {whole:,}" if whole != self.given else ""
         if not self.given:

@@ -44,6 +44,7 @@ from cache_protocol.errors import (
     without_middle,
 )
 from cache_protocol.storage.row_index import Ids, Indices, RowRuns
+from cache_protocol.wire import tracing
 from cache_protocol.wire.channels import backoff
 from cache_protocol.wire.credentials import NO_CREDENTIALS, Credentials
 
@@ -464,15 +465,17 @@ class Reader:
         router = self._router
         return self._streams.open_rows(
             node.location,
-            lambda connection: connection.open_rows(
-                router.shards.dataset,
-                router.shards.fingerprint,
-                self._columns,
-                self._request_timeout_s,
-                runs,
-                router.end_of_node(runs.start),
-                rows_per_message=self._rows_per_message,
-                null_names=router.shards.layout.nulls.units,
+            tracing.bound(
+                lambda connection: connection.open_rows(
+                    router.shards.dataset,
+                    router.shards.fingerprint,
+                    self._columns,
+                    self._request_timeout_s,
+                    runs,
+                    router.end_of_node(runs.start),
+                    rows_per_message=self._rows_per_message,
+                    null_names=router.shards.layout.nulls.units,
+                )
             ),
             _PATIENCE_S if self._has_replicas else math.inf,
         )

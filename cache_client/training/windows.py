@@ -31,6 +31,7 @@ from cache_client.view_options.job_view import Assemble, JobView
 from cache_client.views.due import samples_of
 from cache_client.views.view import NO_SHUFFLE, Samples
 from cache_protocol.errors import NodeUnavailableError
+from cache_protocol.wire import tracing
 
 
 class Window(NamedTuple):
@@ -109,10 +110,14 @@ def ask_for_window(
                 return lambda: none
         slots, sizes, samples = samples_of(view, pass_.plan, pass_.order, window, rank)
         digests = step_digests(slots, sizes) if audits else None
-        wait = request(samples.row_ids)
+        span = tracing.begin_below(
+            pass_.traceparent, "cache.window", step=step, rows=len(samples.row_ids)
+        )
+        with tracing.current(span):
+            wait = request(samples.row_ids)
 
     def receive() -> Window:
-        with _named(step):
+        with _named(step), tracing.spanning(span):
             pieces = wait()
             if job_view.lookups is not None:
                 pieces = job_view.lookups.extend(pieces, samples.row_ids)
@@ -171,8 +176,9 @@ def pass_batches(
             threads=1 if sizes.in_streams else FETCH_THREADS,
             on_wait=on_wait,
         )
-    with closing(results):  # also where an error of the transform is kept, and this with it
-        step = iter(steps)
+    # Closed also where an error of the transform is kept, and this with it.
+    with closing(results), _BatchSpans(pass_, rank) as spans:
+        step, given = iter(steps), 0
         for window in all_windows(results, fetch):
             if window.digests is not None:
                 if shared is None:
@@ -189,7 +195,43 @@ def pass_batches(
                     with torch.inference_mode(False):
                         batch = with_column(batch, config.pad_mask, mask, config.batch_format)
                 made = batch if transform is None else transform(batch)
+                spans.end()
                 yield sent(made) if pass_.in_worker else made
+            given += len(window.sizes)
+            spans.begin(given)
+
+
+class _BatchSpans:
+    """A span for each batch that begins a window, from when it is asked for until it is there.
+
+    The other batches wait for nothing. The windows that are asked for meanwhile are below it.
+    """
+
+    def __init__(self, pass_: Pass, rank: int) -> None:
+        self._pass, self._rank = pass_, rank
+        self._span: Any = None
+        self._is_on = tracing.is_on()
+
+    def begin(self, number: int) -> None:
+        """The training loop asks for a batch."""
+        if self._is_on:
+            epoch, rank = self._pass.epoch, self._rank
+            self._span = tracing.begin("cache.batch", epoch=epoch, number=number, rank=rank)
+            self._pass.traceparent = tracing.traceparent(self._span)
+
+    def end(self) -> None:
+        """It has it."""
+        if self._span is not None:
+            tracing.end(self._span)
+            self._span = None
+
+    def __enter__(self) -> _BatchSpans:
+        self.begin(0)
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception):
+            tracing.end(self._span, error)
 
 
 def first_batches(

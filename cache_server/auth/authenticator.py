@@ -9,11 +9,12 @@ from pathlib import Path
 
 from cache_protocol.errors import CacheError, UnauthenticatedError
 from cache_protocol.wire.credentials import NO_CREDENTIALS, Credentials
+from cache_protocol.wire.protocol_version import check_caller
 from cache_server.auth.caller_log import CallerLog
 from cache_server.auth.kubernetes import Cluster
 from cache_server.auth.principals import ANYONE, Principal, Role
 from cache_server.auth.token_file import TokenFile
-from cache_server.auth.verbs import role_of
+from cache_server.auth.verbs import caller_of, is_ours, role_of
 
 RECHECK_S = 30.0  # a stream may outlive its credentials by this time
 _BEARER = "bearer "
@@ -121,6 +122,7 @@ class Caller:
         about: what the call is about, see `CallerLog.note`.
 
     Raises:
+        RequestError: the caller speaks a protocol that is too old or too new.
         UnauthenticatedError: the caller has no valid credentials.
         PermissionDeniedError: the caller lacks the role of the verb.
     """
@@ -167,6 +169,7 @@ class Caller:
         try:
             role = role_of(self._verb)
             if role is not None:
+                check_caller(self._headers, caller_of(self._verb), is_ours=is_ours(self._verb))
                 found = self._found = self._authenticator.authenticate(self._headers, self._peer)
                 found.require(role, self._verb)
         except CacheError as error:

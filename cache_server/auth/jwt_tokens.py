@@ -280,7 +280,7 @@ class _FetchedKeys:
                 logger.error("keys not fetched url=%s reason=%s", self._url, error)
 
     def _fetch(self) -> str:
-        request = urllib.request.Request(self._url, headers=dict(self._token.headers()))
+        request = urllib.request.Request(self._url, headers=dict(self._token.authorization()))
         context = ssl.create_default_context(cafile=self._ca)
         context.sslsocket_class = _socket_until(time.monotonic() + _FETCH_TIMEOUT_S)
         handlers: list[urllib.request.BaseHandler] = [urllib.request.HTTPSHandler(context=context)]

@@ -12,6 +12,8 @@ from cache_server.auth.principals import Role
 
 _COORDINATOR = "/cache.v1.Coordinator/"
 _HEALTH = "/grpc.health.v1.Health/"
+_HEARTBEAT = f"grpc {_COORDINATOR}Heartbeat"
+_OURS = ("flight DO_EXCHANGE", "flight DO_ACTION", "flight DO_PUT")
 
 # None: open to every caller.
 ROLES: Mapping[str, Role | None] = {
@@ -38,7 +40,7 @@ ROLES: Mapping[str, Role | None] = {
     f"grpc {_COORDINATOR}DrainNode": Role.ADMIN,
     f"grpc {_COORDINATOR}UndrainNode": Role.ADMIN,
     f"grpc {_COORDINATOR}ListJobs": Role.READER,
-    f"grpc {_COORDINATOR}Heartbeat": Role.NODE,
+    _HEARTBEAT: Role.NODE,
     # Probes of Kubernetes send no token. The answers say only whether the node lives or is ready.
     f"grpc {_HEALTH}Check": None,
     f"grpc {_HEALTH}List": None,
@@ -55,6 +57,16 @@ SHARD_FILE, HELD_SHARDS = "DoGet of a shard file", "action 'held-shards'"
 def is_open(verb: str) -> bool:
     """Whether every caller may use a verb."""
     return verb in ROLES and ROLES[verb] is None
+
+
+def is_ours(verb: str) -> bool:
+    """Whether only programs of this project use a verb; others are standards that any may use."""
+    return verb.startswith(f"grpc {_COORDINATOR}") or verb in _OURS
+
+
+def caller_of(verb: str) -> str:
+    """What kind of process calls a verb first, for people."""
+    return "node" if verb == _HEARTBEAT else "client"
 
 
 def role_of(verb: str) -> Role | None:

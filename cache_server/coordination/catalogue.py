@@ -28,7 +28,14 @@ from typing import Any, TypeVar
 import pyarrow as pa
 from google.protobuf import json_format
 
-from cache_protocol.errors import CacheError, InvalidTicketError, LoadError, from_proto, to_proto
+from cache_protocol.errors import (
+    CacheError,
+    ConfigError,
+    InvalidTicketError,
+    LoadError,
+    from_proto,
+    to_proto,
+)
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.auth.principals import Viewer
 from cache_server.coordination.catalogue_store import CatalogueStore, FileStore
@@ -43,6 +50,7 @@ _ENTRIES = ".catalogue"
 _MEMBERS, _PROVEN = ".members.json", ".proven-members.json"
 _DRAINS, _DROPPED, _ID = ".drains.json", ".dropped.json", ".catalogue-id.json"
 _FORMAT = 6  # of an entry; raise it with every addition
+_FORMAT_MEMBER = re.compile(rb'"format":\s*(\d+)')
 _T = TypeVar("_T")
 _WRONG = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
@@ -279,11 +287,13 @@ class Catalogue:
     def read(self) -> list[CatalogueEntry]:
         """Every version, oldest first; damaged ones are set aside and in `damaged`.
 
-        Entries that were set aside before are tried again: another release may have written them.
+        Entries that were set aside before are tried again: a person may have put back the bytes.
 
         Raises:
-            ConfigError: this process may not open a file.
+            ConfigError: this process may not open a file, or a newer release wrote one. Then
+                nothing was changed.
         """
+        self._refuse_newer()
         names = self._store.names(_ENTRIES)
         for name in names:
             put_back = name.removesuffix(DAMAGED)
@@ -292,6 +302,18 @@ class Catalogue:
         read = (self._read(n) for n in self._store.names(_ENTRIES) if n.endswith(".json"))
         entries = (entry for entry in read if entry is not None)
         return sorted(entries, key=lambda entry: entry.created)
+
+    def _refuse_newer(self) -> None:
+        for name in self._store.names(_ENTRIES):
+            try:
+                written = self._store.read(name) or b""
+                if max(map(int, _FORMAT_MEMBER.findall(written)), default=0) > _FORMAT:
+                    content, _ = state_files.decode(written)
+                    _require_known(content["format"], self._store.shown(_ENTRIES))
+            except (OSError, *_WRONG) as error:
+                if isinstance(error, ConfigError):
+                    raise
+                continue  # it is damaged
 
     def _read(self, name: str) -> CatalogueEntry | None:
         """One entry, with a checksum from now on; None: it is damaged, and was set aside."""
@@ -503,14 +525,18 @@ def _parse_entry(content: Any) -> pb.CatalogueEntry:
     """The message of an entry.
 
     Raises:
-        json_format.ParseError: it is no entry. One of `_WRONG`: a newer release wrote it, or it is
-            no object.
+        json_format.ParseError: it is no entry.
     """
-    if content.get("format", _FORMAT) > _FORMAT:
-        raise ValueError(
-            f"a newer release wrote it, in format {content['format']}, and this one knows {_FORMAT}"
-        )
     return json_format.ParseDict(content, pb.CatalogueEntry())
+
+
+def _require_known(found: int, directory: str) -> None:
+    if found > _FORMAT:
+        raise ConfigError(
+            f"a newer release wrote the catalogue {directory}, in format {found}, and this one "
+            f"knows {_FORMAT}: nothing was changed. Start that release or a later one again, or "
+            "put back the catalogue that you saved before the upgrade"
+        )
 
 
 def _decode(entry: pb.CatalogueEntry, log: CatalogueLog | None) -> CatalogueEntry:

@@ -9,6 +9,7 @@ import pyarrow as pa
 
 from cache_protocol.errors import NodeUnavailableError, NotReadyError, RequestError, some_of
 from cache_protocol.v1 import cache_pb2 as pb
+from cache_protocol.wire.protocol_version import ASKS_FOR_HELD_SHARDS, told
 from cache_server.auth.principals import ANYONE, Principal
 from cache_server.coordination.cache_state import CacheState
 from cache_server.coordination.claims import Claims
@@ -175,7 +176,10 @@ class Commits:
             locations = {
                 node_id: members[node_id].node.flight_location
                 for node_id in wanted
-                if node_id in members and not members[node_id].is_own
+                if node_id in members
+                and not members[node_id].is_own
+                # Of an older node, what it reported counts.
+                and told(members[node_id].node.protocol) >= ASKS_FOR_HELD_SHARDS
             }
         if self._ask_holder is None or not locations:
             return frozenset()

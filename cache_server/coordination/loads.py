@@ -9,6 +9,7 @@ from dataclasses import replace
 from cache_protocol.datasets.dataset_spec import DatasetSpec
 from cache_protocol.errors import LoadError, NotReadyError, RequestError
 from cache_protocol.v1 import cache_pb2 as pb
+from cache_protocol.wire import tracing
 from cache_server.auth.principals import ANYONE, Principal
 from cache_server.coordination.cache_state import CacheState
 from cache_server.coordination.claims import Claims
@@ -132,6 +133,7 @@ class Loads:
             replaced.release()
         self._state.checks.forget(key)
         self._state.versions[key] = made
+        made.span = tracing.begin("cache.load", dataset=key.dataset, version=key.fingerprint)
         if replaced is None:  # orphans of the nodes count before any heartbeat is answered
             for node_id, member in self._state.membership.members.items():
                 if key in member.actual and not member.untrusted:

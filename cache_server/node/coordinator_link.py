@@ -19,6 +19,7 @@ from cache_protocol.v1 import cache_pb2_grpc
 from cache_protocol.wire.channels import from_rpc_error, open_channel
 from cache_protocol.wire.credentials import NO_CREDENTIALS, Credentials
 from cache_protocol.wire.load_progress import LoadReport, lengthen_shards, wait_for_load
+from cache_protocol.wire.protocol_version import check_server
 from cache_server.auth.principals import EVERYTHING, Viewer
 
 _CALL_TIMEOUT_S = 10.0
@@ -88,6 +89,7 @@ class RemoteCoordinator:
                     self._connect()  # the old channel lives until its last call ends
             raise
         self._heartbeat_s = max(self._heartbeat_s / 2, _CALL_TIMEOUT_S)
+        check_server(response.coordinator.protocol, f"the coordinator {self._location}", "node")
         return response
 
     def get(

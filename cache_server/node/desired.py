@@ -113,6 +113,7 @@ class DesiredVersion:
         run_whole: this node runs the whole query.
         missing: the shards to keep of that run; empty: all of them.
         num_shards: of the result of a whole query; None until it is known.
+        traceparent: of the load; empty: it is not traced.
     """
 
     plan: LoadPlan
@@ -122,6 +123,7 @@ class DesiredVersion:
     run_whole: bool = False
     missing: frozenset[int] = frozenset()
     num_shards: int | None = None
+    traceparent: str = ""
 
     @cached_property
     def obtainable(self) -> tuple[DesiredShard, ...]:

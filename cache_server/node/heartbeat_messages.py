@@ -262,6 +262,7 @@ def _decode_version(message: pb.DesiredDataset, plan: LoadPlan) -> DesiredVersio
             if message.HasField("num_shards")
             else None
         ),
+        traceparent=message.traceparent,
     )
 
 

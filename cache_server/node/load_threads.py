@@ -6,8 +6,10 @@ import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from cache_protocol.errors import CacheError, NodeUnavailableError, TransientLoadError
+from cache_protocol.wire import tracing
 from cache_protocol.wire.credentials import Credentials
 from cache_server.egress.allowed_sources import AllowedSources
 from cache_server.node import loading
@@ -86,10 +88,13 @@ class LoadThreads:
         Args:
             shard, missing: see `Job`.
         """
-        plan, query_bytes = state.desired.plan, self._memory.query_bytes
-        job = Job(plan, shard, missing, query_bytes, notes=state.notes)
+        desired, query_bytes = state.desired, self._memory.query_bytes
+        job = Job(
+            desired.plan, shard, missing, query_bytes,
+            notes=state.notes, traceparent=desired.traceparent,
+        )  # fmt: skip
         try:
-            future = self._pool.submit(self._run_job, state, job)
+            future = self._pool.submit(self._run_traced, state, job)
         except RuntimeError:
             if self._stopped.is_set():
                 return
@@ -99,8 +104,16 @@ class LoadThreads:
             if self._stopped.is_set():  # `stop` may have missed this job
                 job.cancelled.set()
 
-    def _run_job(self, state: VersionState, job: Job) -> None:
-        """Runs a job to its end. The next heartbeat reports a failure."""
+    def _run_traced(self, state: VersionState, job: Job) -> None:
+        """`_run_job`, whose log has the ids of its span."""
+        span = tracing.begin_below(
+            job.traceparent, "cache.shard", dataset=job.key.dataset, shard=str(job)
+        )
+        with tracing.current(span):
+            self._run_job(state, job, span)
+
+    def _run_job(self, state: VersionState, job: Job, span: Any) -> None:
+        """Runs a job to its end, and ends its span. The next heartbeat reports a failure."""
         with self._lock:
             self._running.add(job)
             running = list(self._running)
@@ -108,7 +121,8 @@ class LoadThreads:
         waits = False
         try:
             if not job.cancelled.is_set():
-                self._load(state, job)
+                with tracing.ending(span):
+                    self._load(state, job)
         except CancelledError:
             return
         except NodeUnavailableError as error:

@@ -21,6 +21,7 @@ import pyarrow as pa
 from cache_protocol.errors import LoadError, NodeUnavailableError, some_of
 from cache_protocol.storage.layout import Layout
 from cache_protocol.storage.shard_files import SealedShard
+from cache_protocol.wire import tracing
 from cache_protocol.wire.credentials import Credentials
 from cache_server.node import peer_files, staging
 from cache_server.node.desired import DesiredShard, LoadPlan, SameShard
@@ -55,6 +56,7 @@ class Job:
         cancelled: set when the result is no longer needed.
         rows: loaded so far; written by the load thread.
         notes: what the loads of the version changed, for people; load threads add to it.
+        traceparent: of the load of the version; empty: it is not traced.
     """
 
     plan: LoadPlan
@@ -64,6 +66,7 @@ class Job:
     cancelled: threading.Event = field(default_factory=threading.Event)
     rows: int = 0
     notes: set[str] = field(default_factory=set)
+    traceparent: str = ""
 
     @property
     def limits(self) -> Limits:
@@ -316,13 +319,14 @@ def _rows(
     with closing(staging.stage(table, splits, job.secrets_of(table), scratch)) as groups:
         for files in groups:
             source = RowSource([file.split for file in files], files, sql, table)
-            if len(files) == 1:
-                batches = loader.read_split(files[0], sql, table, job.note, job.limits)
-            else:
-                batches = loader.read_together(files, sql, table, job.limits)
-            for batch in batches:
-                job.check_wanted()
-                yield source, batch
+            with tracing.ending(tracing.begin("cache.split", table=table.name, source=str(source))):
+                if len(files) == 1:
+                    batches = loader.read_split(files[0], sql, table, job.note, job.limits)
+                else:
+                    batches = loader.read_together(files, sql, table, job.limits)
+                for batch in batches:
+                    job.check_wanted()
+                    yield source, batch
 
 
 def _joined_rows(

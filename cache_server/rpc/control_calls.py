@@ -23,6 +23,7 @@ from cache_protocol.errors import (
     UnauthenticatedError,
     to_proto,
 )
+from cache_protocol.wire import tracing
 from cache_protocol.wire.channels import ERROR_TRAILER
 from cache_server.auth.authenticator import Authenticator, Caller
 from cache_server.auth.verbs import is_open
@@ -130,7 +131,8 @@ class _Checked:
             logger.info("request refused reason=%s", refusal)
             abort(context, refusal)
         assert self._handler is not None  # the table has no verb whose requests stream
-        return self._handler(parsed, *others)
+        with tracing.below(_headers(context)):
+            return self._handler(parsed, *others)
 
 
 def caller_of(context: grpc.ServicerContext) -> Caller:

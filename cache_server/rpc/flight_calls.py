@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pyarrow.flight as flight
 
@@ -15,6 +15,7 @@ from cache_protocol.errors import (
     UnauthenticatedError,
     to_proto,
 )
+from cache_protocol.wire import tracing
 from cache_server.auth.authenticator import Authenticator, Caller
 from cache_server.auth.principals import Principal
 from cache_server.node.traffic import Traffic
@@ -36,6 +37,12 @@ class Call(flight.ServerMiddleware):
         self.verb, self.headers = verb, headers
         self.caller: Caller | None = None
         self.limited: LimitedCall | None = None
+        self._span: Any = None
+
+    def trace(self, dataset: str) -> None:
+        """Traces the call, until its end, below the span of its caller."""
+        traceparent = self.headers.get(tracing.TRACEPARENT, "")
+        self._span = tracing.begin_below(traceparent, "cache.node", dataset=dataset)
 
     @property
     def principal(self) -> Principal:
@@ -60,6 +67,7 @@ class Call(flight.ServerMiddleware):
 
     def call_completed(self, exception: BaseException | None) -> None:
         """Gives its share back; Flight calls it at the end of every call."""
+        tracing.end(self._span, exception)
         if self.limited is not None:
             self.limited.end()
 

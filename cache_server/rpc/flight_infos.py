@@ -13,6 +13,7 @@ from cache_protocol.storage.layout import Layout, schema_from_bytes
 from cache_protocol.storage.row_index import ROWS_OF_A_SHARD
 from cache_protocol.storage.shard_files import shard_file_name
 from cache_protocol.v1 import cache_pb2 as pb
+from cache_protocol.wire.protocol_version import PROTOCOL
 from cache_server.auth.principals import EVERYTHING, Viewer
 from cache_server.shards.version_key import VersionKey
 
@@ -46,9 +47,7 @@ def flight_info(
         stop - start,
         _total_bytes(info, layout, stop - start),
         ordered=True,
-        app_metadata=pb.ReadPlan(
-            dataset=info.spec.name, fingerprint=info.fingerprint, lease_s=info.lease_s
-        ).SerializeToString(),
+        app_metadata=_read_plan(info),
     )
 
 
@@ -95,10 +94,19 @@ def sealed_info(
         list(_endpoints(sealed, columns, 0, last, viewer, alone=False)),
         sum(shard.rows.stop - shard.rows.start for shard in sealed.shards),
         -1,
-        app_metadata=pb.ReadPlan(
-            dataset=info.spec.name, fingerprint=info.fingerprint, lease_s=info.lease_s, log=info.log
-        ).SerializeToString(),
+        app_metadata=_read_plan(info, info.log),
     )
+
+
+def _read_plan(info: pb.DatasetInfo, log: pb.LoadLog | None = None) -> bytes:
+    plan = pb.ReadPlan(
+        dataset=info.spec.name,
+        fingerprint=info.fingerprint,
+        lease_s=info.lease_s,
+        log=log,
+        protocol=PROTOCOL,
+    )
+    return plan.SerializeToString()
 
 
 def _endpoints(

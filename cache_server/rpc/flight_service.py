@@ -33,6 +33,7 @@ from cache_protocol.storage.nested_values import without_codes
 from cache_protocol.storage.row_index import RowRuns
 from cache_protocol.storage.shard_files import Selection
 from cache_protocol.v1 import cache_pb2 as pb
+from cache_protocol.wire import tracing
 from cache_protocol.wire.credentials import Credentials
 from cache_server.auth.authenticator import Authenticator
 from cache_server.auth.principals import Role, Viewer
@@ -173,6 +174,7 @@ class FlightService(flight.FlightServerBase):
                 return flight.GeneratorStream(_FILE_SCHEMA, copied)
             rows = self._ready_node().rows(request.dataset, request.fingerprint, viewer)
             call.note_read(rows.key.dataset, rows.key.fingerprint)
+            call.trace(rows.key.dataset)
             if request.HasField("expression"):
                 return self._values(context, call, rows, request.expression)
             if request.HasField("stored"):
@@ -299,7 +301,6 @@ class FlightService(flight.FlightServerBase):
                 rows = node.rows(
                     request.dataset, request.fingerprint, viewer, by_shard=request.by_shard
                 )
-                read = Read(rows.key.dataset, "exchange")
                 if selection is None:
                     call.note_read(rows.key.dataset, rows.key.fingerprint)
                     selection = Selection(rows.layout, list(request.columns), request.null_names)
@@ -307,12 +308,14 @@ class FlightService(flight.FlightServerBase):
                     writer.begin(selection.layout.schema)
                 num_bytes = _message_bytes(len(row_ids), request.rows_per_message, row_bytes)
                 batches = rows.gather(row_ids, selection, request.rows_per_message)
-                for batch in call.paced(batches, num_bytes, row_ids.nbytes):
-                    if batch.num_rows and not header:
-                        header = header_size(batch)
-                    num_bytes = batch.nbytes
-                    writer.write_with_metadata(batch, padding(header, num_bytes))
-                    self._traffic.count(read, rows=batch.num_rows, num_bytes=num_bytes)
+                read = Read(rows.key.dataset, "exchange")
+                with tracing.ending(_span_of(chunk, read.dataset, len(row_ids))):
+                    for batch in call.paced(batches, num_bytes, row_ids.nbytes):
+                        if batch.num_rows and not header:
+                            header = header_size(batch)
+                        num_bytes = batch.nbytes
+                        writer.write_with_metadata(batch, padding(header, num_bytes))
+                        self._traffic.count(read, rows=batch.num_rows, num_bytes=num_bytes)
 
     def list_actions(self, context: flight.ServerCallContext) -> list[tuple[str, str]]:
         """The actions."""
@@ -519,6 +522,14 @@ def _row_ids(batch: pa.RecordBatch | None) -> np.ndarray[tuple[int], np.dtype[np
         raise _bad_row_ids(f"{nulls} {'null' if nulls == 1 else 'nulls'}")
     ids: np.ndarray[tuple[int], np.dtype[np.int64]] = batch.column(0).to_numpy()
     return ids
+
+
+def _span_of(chunk: Any, dataset: str, num_rows: int) -> Any:
+    """The span of a request for rows, below that of its window; None: it is not traced."""
+    if chunk.app_metadata is None:
+        return None
+    traceparent = bytes(chunk.app_metadata).decode("ascii", "replace")
+    return tracing.begin_below(traceparent, "cache.node", dataset=dataset, rows=num_rows)
 
 
 def _message_bytes(num_ids: int, rows_per_message: int, row_bytes: int) -> int:

@@ -102,6 +102,7 @@ class ShardStore:
             self._lock_file.close()
             raise ConfigError(f"cache_dir {cache_dir} is used by another cache node") from None
         try:
+            adoption.check_format(cache_dir)
             self.node_id = node_name.load(cache_dir, address)
             for path in (self.scratch, *cache_dir.glob(f"{_REMOVED}*")):
                 remove(path)  # left by a killed process

@@ -30,14 +30,16 @@ from cache_client import (
     StaleVersionError,
     UnauthenticatedError,
 )
-from cache_protocol.errors import CacheError, from_proto
+from cache_protocol.errors import CacheError, RequestError, from_proto
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.v1 import cache_pb2_grpc
+from cache_protocol.wire import protocol_version
 from cache_protocol.wire.channels import ERROR_TRAILER
 from cache_protocol.wire.credentials import Credentials
 from cache_server.auth.principals import Principal, Role
 from cache_server.auth.verbs import ROLES
 from cache_server.config import NodeConfig
+from cache_server.node.coordinator_link import RemoteCoordinator
 from cache_server.server import CacheServer
 from cache_server.web.service import PATHS
 from tests.answering_control import answering_control
@@ -244,6 +246,30 @@ def test_only_a_node_copies_a_shard_file(server: CacheServer, source: Path) -> N
     assert {type(copied(name)) for name in ("ann", "alice", "bob", "root")} == {
         PermissionDeniedError
     }
+
+
+# -- releases ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("number", "words"), [(0, "is too old"), (9, "is too new")])
+def test_a_caller_of_a_far_release_is_told_so_before_its_token_is_looked_at(
+    server: CacheServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    number: int,
+    words: str,
+) -> None:
+    monkeypatch.setattr(protocol_version, "header", lambda: ("cache-protocol", str(number)))
+    cache = Connection(server.endpoints.flight_location, token="wrong")
+    control = server.endpoints.control_location
+    with RemoteCoordinator(control, Credentials("wrong")) as link:
+        for who, call in {
+            "client": CacheClient(cache).datasets,
+            "the client": lambda: CacheIterableDataset("none", cache=cache, batch_size=1),
+            "node": lambda: link.heartbeat(pb.HeartbeatRequest(node=pb.Node(id="far"))),
+        }.items():
+            with pytest.raises(RequestError, match=f"{who} {words} .* speaks protocol {number}"):
+                call()
 
 
 # -- namespaces --------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from functools import cached_property
 
 from cache_protocol.errors import CacheError, LoadError, NodeUnavailableError, some_of, to_proto
 from cache_protocol.v1 import cache_pb2 as pb
+from cache_protocol.wire import tracing
 from cache_server.coordination.holdings.holder_checks import HolderChecks
 from cache_server.coordination.holdings.shard_holders import NOTHING, ShardHolders
 from cache_server.coordination.members.clusters import Cluster
@@ -417,6 +418,7 @@ class Holdings:
         reads = desired.run_whole or any(shard.splits for shard in desired.shards)
         if reads:
             desired.secrets.CopyFrom(version.secrets)
+            desired.traceparent = tracing.traceparent(version.span) if version.span else ""
         desired.plan.CopyFrom(pinned.to_load_plan(version.attempt, with_splits=reads))
         return desired
 

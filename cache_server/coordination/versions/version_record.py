@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
+from typing import Any
 
 from cache_protocol.errors import (
     CacheError,
@@ -19,6 +20,7 @@ from cache_protocol.errors import (
 )
 from cache_protocol.storage.row_index import row_starts
 from cache_protocol.v1 import cache_pb2 as pb
+from cache_protocol.wire import tracing
 from cache_server.auth.principals import Principal, Role
 from cache_server.coordination.catalogue import (
     Catalogue,
@@ -118,6 +120,7 @@ class VersionRecord:
             they are not complete. See `is_confirmed`.
         changes: counted, so that a view of the version tells whether it is outdated.
         log: the groups in which its shards were sealed.
+        span: of its load; None: it is not traced.
     """
 
     pinned: PinnedVersion
@@ -144,6 +147,7 @@ class VersionRecord:
     complete_at: int | None = None
     changes: int = 0
     log: SealedGroups = field(default_factory=lambda: SealedGroups(secrets.token_hex(8)))
+    span: Any = field(default=None, compare=False, repr=False)
     _row_starts: tuple[int, ...] | None = field(default=None, init=False, repr=False)
     _sums: SealedSums = field(default_factory=SealedSums, init=False, repr=False)
 
@@ -433,6 +437,8 @@ class VersionRecord:
     def advance(self, step: Step) -> None:
         """Takes a step of `TRANSITIONS`."""
         self.state = TRANSITIONS[self.state, step]
+        if not self.state.is_loading:
+            tracing.end(self.span, self.failure)
 
     def is_confirmed(self, heard: int, last_heard: Iterable[int]) -> bool:
         """Whether the nodes with its replicas said once more that they have them.

@@ -656,6 +656,7 @@ class Node(google.protobuf.message.Message):
     NAME_FIELD_NUMBER: builtins.int
     DRAIN_FIELD_NUMBER: builtins.int
     LEAVING_FIELD_NUMBER: builtins.int
+    PROTOCOL_FIELD_NUMBER: builtins.int
     id: builtins.str
     flight_location: builtins.str
     """grpc://host:port"""
@@ -677,6 +678,8 @@ class Node(google.protobuf.message.Message):
     """host name of its machine, which is that of its pod; for people"""
     leaving: builtins.bool
     """set by a node that ends soon: its shards are moved away"""
+    protocol: builtins.int
+    """that the node speaks; 0: of a release that does not tell"""
     @property
     def drain(self) -> Global___Drain:
         """set by the coordinator while it moves the shards of the node away"""
@@ -698,9 +701,10 @@ class Node(google.protobuf.message.Message):
         name: builtins.str = ...,
         drain: Global___Drain | None = ...,
         leaving: builtins.bool = ...,
+        protocol: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["drain", b"drain"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["alive", b"alive", "cache_dir", b"cache_dir", "control_location", b"control_location", "drain", b"drain", "flight_location", b"flight_location", "id", b"id", "leaving", b"leaving", "memory_limit_bytes", b"memory_limit_bytes", "name", b"name", "process", b"process", "stored_bytes", b"stored_bytes", "stored_shards", b"stored_shards", "untrusted", b"untrusted", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["alive", b"alive", "cache_dir", b"cache_dir", "control_location", b"control_location", "drain", b"drain", "flight_location", b"flight_location", "id", b"id", "leaving", b"leaving", "memory_limit_bytes", b"memory_limit_bytes", "name", b"name", "process", b"process", "protocol", b"protocol", "stored_bytes", b"stored_bytes", "stored_shards", b"stored_shards", "untrusted", b"untrusted", "version", b"version"]) -> None: ...
 
 Global___Node: typing_extensions.TypeAlias = Node
 
@@ -823,10 +827,13 @@ class ReadPlan(google.protobuf.message.Message):
     FINGERPRINT_FIELD_NUMBER: builtins.int
     LEASE_S_FIELD_NUMBER: builtins.int
     LOG_FIELD_NUMBER: builtins.int
+    PROTOCOL_FIELD_NUMBER: builtins.int
     dataset: builtins.str
     fingerprint: builtins.str
     lease_s: builtins.float
     """how long a replaced version is kept after its last read or plan"""
+    protocol: builtins.int
+    """that the node speaks; 0: of a release that does not tell"""
     @property
     def log(self) -> Global___LoadLog:
         """if known_groups was asked"""
@@ -838,9 +845,10 @@ class ReadPlan(google.protobuf.message.Message):
         fingerprint: builtins.str = ...,
         lease_s: builtins.float = ...,
         log: Global___LoadLog | None = ...,
+        protocol: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["log", b"log"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["dataset", b"dataset", "fingerprint", b"fingerprint", "lease_s", b"lease_s", "log", b"log"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["dataset", b"dataset", "fingerprint", b"fingerprint", "lease_s", b"lease_s", "log", b"log", "protocol", b"protocol"]) -> None: ...
 
 Global___ReadPlan: typing_extensions.TypeAlias = ReadPlan
 
@@ -996,7 +1004,8 @@ Global___RowExpression: typing_extensions.TypeAlias = RowExpression
 
 @typing.final
 class GatherRequest(google.protobuf.message.Message):
-    """FlightDescriptor.cmd of DoExchange. The client then sends batches of one int64 column "row". The
+    """FlightDescriptor.cmd of DoExchange. The client then sends batches of one int64 column "row"; their
+    app_metadata may be the "traceparent" (W3C) of the window. The
     node answers each with these rows, in this order, in packed columns.
     """
 
@@ -1048,12 +1057,15 @@ class CoordinatorEndpoints(google.protobuf.message.Message):
     CONTROL_LOCATION_FIELD_NUMBER: builtins.int
     PAGE_FIELD_NUMBER: builtins.int
     TERM_FIELD_NUMBER: builtins.int
+    PROTOCOL_FIELD_NUMBER: builtins.int
     flight_location: builtins.str
     control_location: builtins.str
     page: builtins.str
     """http://host:port/ of its status page"""
     term: builtins.int
     """Of an elected coordinator: a later one has a larger term. 0: it is not elected."""
+    protocol: builtins.int
+    """that the coordinator speaks; 0: of a release that does not tell"""
     def __init__(
         self,
         *,
@@ -1061,8 +1073,9 @@ class CoordinatorEndpoints(google.protobuf.message.Message):
         control_location: builtins.str = ...,
         page: builtins.str = ...,
         term: builtins.int = ...,
+        protocol: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["control_location", b"control_location", "flight_location", b"flight_location", "page", b"page", "term", b"term"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["control_location", b"control_location", "flight_location", b"flight_location", "page", b"page", "protocol", b"protocol", "term", b"term"]) -> None: ...
 
 Global___CoordinatorEndpoints: typing_extensions.TypeAlias = CoordinatorEndpoints
 
@@ -2057,6 +2070,7 @@ class DesiredDataset(google.protobuf.message.Message):
     MISSING_FIELD_NUMBER: builtins.int
     SECRETS_FIELD_NUMBER: builtins.int
     NUM_SHARDS_FIELD_NUMBER: builtins.int
+    TRACEPARENT_FIELD_NUMBER: builtins.int
     rows_fixed: builtins.bool
     """every shard is sealed on some node, so row ids and num_rows are known"""
     num_rows: builtins.int
@@ -2064,6 +2078,8 @@ class DesiredDataset(google.protobuf.message.Message):
     """this node runs the whole query and keeps the missing shards"""
     num_shards: builtins.int
     """of the result of a whole query, once known"""
+    traceparent: builtins.str
+    """W3C; of the load; empty: it is not traced"""
     @property
     def plan(self) -> Global___LoadPlan: ...
     @property
@@ -2085,9 +2101,10 @@ class DesiredDataset(google.protobuf.message.Message):
         missing: collections.abc.Iterable[builtins.int] | None = ...,
         secrets: Global___Secrets | None = ...,
         num_shards: builtins.int | None = ...,
+        traceparent: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_num_shards", b"_num_shards", "num_shards", b"num_shards", "plan", b"plan", "secrets", b"secrets"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_num_shards", b"_num_shards", "missing", b"missing", "num_rows", b"num_rows", "num_shards", b"num_shards", "plan", b"plan", "rows_fixed", b"rows_fixed", "run_whole", b"run_whole", "secrets", b"secrets", "shards", b"shards"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_num_shards", b"_num_shards", "missing", b"missing", "num_rows", b"num_rows", "num_shards", b"num_shards", "plan", b"plan", "rows_fixed", b"rows_fixed", "run_whole", b"run_whole", "secrets", b"secrets", "shards", b"shards", "traceparent", b"traceparent"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_num_shards", b"_num_shards"]) -> typing.Literal["num_shards"] | None: ...
 
 Global___DesiredDataset: typing_extensions.TypeAlias = DesiredDataset

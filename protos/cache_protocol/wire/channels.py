@@ -65,8 +65,8 @@ def from_rpc_error(error: grpc.RpcError, location: str) -> CacheError:
             return from_proto(pb.Error.FromString(value))
     if error.code() == grpc.StatusCode.UNIMPLEMENTED:
         return NodeUnavailableError(
-            f"the server at {location} is no coordinator: give the control port of its node, "
-            "by default 50052"
+            f"the server at {location} is no coordinator: give the control port of its node, by "
+            "default 50052. If it is one, its release lacks this call: update the coordinator"
         )
     return NodeUnavailableError(
         f"the coordinator at {location} did not answer: {error.code().name}: {error.details()}"

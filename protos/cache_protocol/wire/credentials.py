@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 
 from cache_protocol.errors import ConfigError
+from cache_protocol.wire import protocol_version, tracing
 
 logger = logging.getLogger(__name__)
 
@@ -134,7 +135,11 @@ class Credentials:
         return self.token if self.token_file is None else _token_file(self.token_file).value()
 
     def headers(self) -> tuple[tuple[str, str], ...]:
-        """The metadata of a call over gRPC."""
+        """The headers of a call: the version of the protocol, the token, and the current span."""
+        return (protocol_version.header(), *self.authorization(), *tracing.headers())
+
+    def authorization(self) -> tuple[tuple[str, str], ...]:
+        """The header of the token; none without a token."""
         token = self.current_token()
         return () if token is None else (("authorization", f"Bearer {token}"),)
 

@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 
 from cache_protocol.datasets.dataset_spec import DatasetSpec
-from cache_protocol.errors import LoadError
+from cache_protocol.errors import ConfigError, LoadError
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.auth.principals import Viewer
 from cache_server.coordination.catalogue import Catalogue, CatalogueLog, SealedSummary
 from cache_server.coordination.coordinator import Coordinator
 from cache_server.plan.pinned_version import plan_version
+from cache_server.shards import state_files
 from cache_server.shards.version_key import VersionKey
 from tests.fake_nodes import LEASE_S, SHARDS, Clock, FakeNode, make_coordinator, settle, spec, state
 
@@ -180,6 +181,21 @@ def test_a_release_that_can_read_an_entry_puts_it_back(restarted: Restarted) -> 
 
     assert state(restarted.start()) == "ready"
     assert restarted.path.read_bytes() == restarted.good
+
+
+def test_a_catalogue_of_a_newer_release_is_refused_and_left_as_it_is(
+    restarted: Restarted,
+) -> None:
+    content = json.loads(restarted.good)
+    del content["sha256"]
+    state_files.write(restarted.path, json.dumps({**content, "format": 700, "newField": 3}))
+    directory = restarted.directory / "catalogue"
+    (directory / ".catalogue" / "other@0.json").write_bytes(b'{"format": 700, "damaged')
+    before = {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+    with pytest.raises(ConfigError, match=r"a newer release wrote the catalogue .* in format 700"):
+        make_coordinator(restarted.directory, restarted.clock)
+    assert {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()} == before
 
 
 def test_a_damaged_dataset_is_dropped_by_its_name(restarted: Restarted) -> None:

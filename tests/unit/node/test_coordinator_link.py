@@ -17,8 +17,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from cache_protocol.datasets.dataset_spec import DatasetSpec
-from cache_protocol.errors import NodeUnavailableError
+from cache_protocol.errors import NodeUnavailableError, RequestError
 from cache_protocol.v1 import cache_pb2 as pb
+from cache_protocol.wire import protocol_version
 from cache_server.coordination.catalogue import Catalogue
 from cache_server.coordination.coordinator import Coordinator
 from cache_server.node import coordinator_link
@@ -185,3 +186,14 @@ def test_no_node_counts_as_silent_while_reports_wait_to_be_taken(
                 assert before < membership.waiting_since() < time.monotonic()
             reported.result()
         wait_until(lambda: membership.waiting_since() == math.inf, WAIT_S, "it was taken")
+
+
+def test_a_node_acts_on_no_answer_of_a_coordinator_that_is_too_old(
+    control: ControlService, monkeypatch: pytest.MonkeyPatch, beat: pb.HeartbeatRequest
+) -> None:
+    monkeypatch.setattr(protocol_version, "PROTOCOL", 3)
+    with (
+        RemoteCoordinator(f"127.0.0.1:{control.port}") as link,  # its endpoints tell no version
+        pytest.raises(RequestError, match=r"the coordinator .* too old .* protocol 1"),
+    ):
+        link.heartbeat(beat)

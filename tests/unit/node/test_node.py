@@ -96,7 +96,9 @@ class Harness:
         """What lies in the cache directory beside the node's own name and lock."""
         # Unlike rglob, walk minds no folder that goes away meanwhile.
         found = (name for _, _, names in os.walk(self.store.cache_dir) for name in names)
-        return sorted(name for name in found if not name.startswith((".lock", ".node-id")))
+        return sorted(
+            name for name in found if not name.startswith((".lock", ".node-id", ".format"))
+        )
 
 
 @pytest.fixture

@@ -246,6 +246,7 @@ BARRIERS = (
     # Who calls is decided apart from how: each protocol has one place that asks.
     *(Barrier("cache_server/auth", f"cache_server.{name}") for name in _OUTSIDE),
     Barrier("cache_server", "prometheus_client", ("cache_server/web/metrics.py",)),
+    Barrier("cache_server", "opentelemetry", ("cache_server/telemetry.py",)),
     Barrier("cache_server", "http.server", ("cache_server/web/service.py",)),
     Barrier("cache_server", "fsspec", _HUB),
     Barrier("cache_server", "huggingface_hub", _HUB),
@@ -355,6 +356,7 @@ HOUSES: dict[str, dict[str, tuple[str, ...]]] = {
         "egress": ("source",),
         "config": ("auth",),
         "setting_options": ("config",),
+        "telemetry": (),
         "sql": ("source",),
         "shards": ("secrets", "sql"),
         "object_stores": ("egress", "secrets", "source"),

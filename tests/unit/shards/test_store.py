@@ -26,7 +26,7 @@ from cache_protocol.storage.shard_files import (
     read_manifest,
     shard_file_name,
 )
-from cache_server.shards import adoption, node_name
+from cache_server.shards import adoption, node_name, state_files
 from cache_server.shards import store as store_module
 from cache_server.shards.checksums import file_checksum, file_digests
 from cache_server.shards.draft import shard_writer
@@ -91,6 +91,27 @@ def test_a_node_with_an_address_is_the_same_after_it_lost_its_directory(tmp_path
     assert node_id("third", "cache-1.job:50051") != first
     assert node_id("first", "elsewhere:50051") == first
     assert node_id("fourth", None) != node_id("fifth", None)
+
+
+def test_shards_of_a_newer_release_are_refused_and_left_as_they_are(three_shards: Path) -> None:
+    state_files.write(three_shards / ".format.json", json.dumps({"format": 2}))
+    (three_shards / ".node-id").write_text("of a newer form, too")
+    before = {path: path.read_bytes() for path in three_shards.rglob("*") if path.is_file()}
+
+    with pytest.raises(ConfigError, match=r"a newer release wrote the shards in .* in format 2"):
+        ShardStore(three_shards)
+    assert {path: path.read_bytes() for path in three_shards.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("content", [None, b"", b'{"format": 2', b'{"format": "x"}', b"[1]"])
+def test_shards_without_a_format_are_adopted(three_shards: Path, content: bytes | None) -> None:
+    path = three_shards / ".format.json"
+    path.unlink()
+    if content is not None:
+        path.write_bytes(content)
+    with ShardStore(three_shards) as opened:
+        assert indices(opened) == [0, 1, 2]
+    assert state_files.read(path) == ({"format": 1}, True)
 
 
 # -- seal ------------------------------------------------------------------------------------------

@@ -157,17 +157,6 @@ def test_rows_dropped_by_the_attempt_that_reached_the_end_stay_dropped(pad: bool
     assert (found[0].rows, found[0].num_rows) == (990, 990)
 
 
-def test_a_record_of_an_earlier_release_tells_of_samples_not_of_rows() -> None:
-    old = []
-    for rank in range(WORLD):
-        written = replace(record(rank), view="View(weights='w')").to_dict()
-        for name in ("due", "job_shuffle", "begun_s", "made_s"):
-            written.pop(name, None)
-        old.append(audit_record.AuditRecord.from_dict(written))
-    assert stated(old) == "each of 1,003 samples once"
-    assert "earlier release" in outcome(old)[2]
-
-
 def test_ranks_whose_view_orders_rows_by_another_shuffle_are_wrong() -> None:
     records = [replace(record(rank), job_shuffle=(rank != 1, None)) for rank in range(WORLD)]
     found, _, findings = outcome(records)
@@ -378,8 +367,3 @@ def test_a_record_that_ends_early_beside_a_reload_in_one_process_is_a_gap_and_no
 
     assert (found, findings) == ("open", "no record of positions 150 to 359")
     assert lost[0] == "wrong" and "ended at row 300, and the next one began at row 360" in lost[2]
-
-
-def test_a_record_of_an_earlier_release_beside_a_new_one_is_no_mistake() -> None:
-    records = [record(0), replace(record(1), job_shuffle=None), record(2)]
-    assert outcome(records) == ("proven", ROWS, "")

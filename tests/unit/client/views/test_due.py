@@ -92,7 +92,7 @@ def test_a_view_without_a_description_is_refused_by_name() -> None:
             {"slots": 4, "given": 4},
             "each of 4 samples once; 4 of 'a': each of 2 rows 2 times",
         ),
-        (None, {"slots": 40, "given": 8}, "each of 8 samples of 40 once; 32 not shown yet"),
+        (Due(), {"slots": 40, "given": 8}, "each of 8 rows of 40 once; 32 not shown yet"),
         (Due(), {"slots": 40, "given": 40}, "each of 40 rows once"),
         (
             Due(rows=3, of=3),
@@ -102,7 +102,7 @@ def test_a_view_without_a_description_is_refused_by_name() -> None:
     ],
 )  # fmt: skip
 def test_a_verdict_states_exactly_what_was_shown(
-    due: Due | None, shown: dict[str, int], text: str
+    due: Due, shown: dict[str, int], text: str
 ) -> None:
     assert Shown(**shown).stated(due) == text
 

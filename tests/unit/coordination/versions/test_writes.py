@@ -18,6 +18,7 @@ from cache_protocol.errors import (
     RequestError,
 )
 from cache_protocol.v1 import cache_pb2 as pb
+from cache_protocol.wire.protocol_version import PROTOCOL
 from cache_server.auth.principals import Principal
 from cache_server.coordination.coordinator import Coordinator
 from cache_server.coordination.holdings import holder_checks
@@ -34,8 +35,11 @@ NAME = "t"
 class PuttingNode:
     """A remote node that takes puts and moves their shards, in messages only."""
 
-    def __init__(self, coordinator: Coordinator, node_id: str, limit_bytes: int = 0) -> None:
+    def __init__(
+        self, coordinator: Coordinator, node_id: str, limit_bytes: int = 0, protocol: int = PROTOCOL
+    ) -> None:
         self.coordinator, self.id, self.limit_bytes = coordinator, node_id, limit_bytes
+        self.protocol = protocol
         self.puts: dict[str, int] = {}  # name -> number of shards
         self.moved: dict[str, dict[int, str]] = {}  # fingerprint -> shard -> checksum
         self.starts: dict[tuple[str, int], int] = {}  # (fingerprint, shard) -> first row
@@ -46,6 +50,7 @@ class PuttingNode:
                 id=self.id,
                 flight_location=f"grpc://{self.id}:1",
                 process=self.id,
+                protocol=self.protocol,
                 memory_limit_bytes=self.limit_bytes,
                 stored_bytes=100 * sum(self.puts.values()),
             ),
@@ -191,6 +196,18 @@ def test_a_commit_takes_only_puts_that_their_nodes_have_at_this_moment(tmp_path:
     assert open_writes(node) == {write: False} and node.puts
     answers["grpc://a:1"] = {key: held}
     assert isinstance(coordinator.commit_write(write, chosen), pb.DatasetInfo)
+
+
+def test_what_a_node_of_the_last_release_reported_counts_for_a_commit(tmp_path: Path) -> None:
+    def ask(*_: object) -> dict[VersionKey, dict[int, str]]:
+        raise AssertionError("it does not know the question")
+
+    coordinator = make_coordinator(tmp_path, Clock(), ask)
+    node = PuttingNode(coordinator, "a", protocol=0)
+    node.beat()
+    write = begin(coordinator)
+    node.put(write, 0)
+    assert isinstance(coordinator.commit_write(write, [writes.Chosen(0, 0)]), pb.DatasetInfo)
 
 
 def test_a_commit_is_answered_once_its_nodes_have_said_again_that_they_have_the_rows(
