@@ -7,6 +7,7 @@
 <cache_dir>/.proven-members.json                       those that hold a shard for certain
 <cache_dir>/.drains.json                               those that are drained
 <cache_dir>/.dropped.json                              dropped versions, with their attempts
+<cache_dir>/.keepings.json                             pins, priorities and reads of datasets
 <cache_dir>/.catalogue-made                            empty; its time is the first start
 <cache_dir>/.catalogue-id.json                         random; write ids begin with it
 
@@ -40,9 +41,10 @@ from cache_server.shards.version_key import VersionKey
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 6  # of an entry; raise it with every addition
+_FORMAT = 7  # of an entry; raise it with every addition
 _T = TypeVar("_T")
 Moves = Mapping[VersionKey, Mapping[int, tuple[str, ...]]]  # -> shard -> its homes
+Kept = tuple[bool, int, tuple[float, ...], float | None]  # see `Keeping`
 _WRONG = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
 
@@ -144,7 +146,8 @@ class CatalogueEntry:
         was_ready: it was served once, possibly without any shard.
         failure: why its load failed; without secrets.
         owner: the principal that asked for the load; empty: this cache had no authentication.
-        homes, holders: see `VersionRecord`.
+        homes, holders, load_s: see `VersionRecord`.
+        evicted: it has no shards until it is read.
         log: of this attempt; None if it has no group yet, or cannot be read.
     """
 
@@ -158,6 +161,8 @@ class CatalogueEntry:
     homes: Sequence[Sequence[str]] = ()
     holders: tuple[str, ...] = ()
     log: CatalogueLog | None = None
+    evicted: bool = False
+    load_s: float = 0.0
 
 
 class Catalogue:
@@ -174,6 +179,7 @@ class Catalogue:
         self._proven = directory / ".proven-members.json"
         self._drains = directory / ".drains.json"
         self._dropped = directory / ".dropped.json"
+        self._keepings = directory / ".keepings.json"
         self._made = directory / ".catalogue-made"
         self._id = directory / ".catalogue-id.json"
 
@@ -223,6 +229,8 @@ class Catalogue:
         owner: str = "",
         homes: Sequence[Sequence[str]] = (),
         holders: Sequence[str] = (),
+        evicted: bool = False,
+        load_s: float = 0.0,
     ) -> None:
         """Writes one version; the arguments are the attributes of `CatalogueEntry`.
 
@@ -238,6 +246,8 @@ class Catalogue:
             failure=None if failure is None else to_proto(failure),
             owner=owner,
             holders=holders,
+            evicted=evicted,
+            load_s=load_s,
         )
         for shard in pinned.shards or ():
             entry.shards.add(
@@ -400,6 +410,31 @@ class Catalogue:
 
         return _read_value(self._dropped, "dropped", decode, {})
 
+    def write_keepings(self, keepings: Mapping[str, Kept]) -> None:
+        """Writes pins, priorities and reads, by dataset.
+
+        Raises:
+            OSError: as `write`.
+        """
+        rows = [[name, *values] for name, values in keepings.items()]
+        _write_value(self._keepings, "keepings", rows)
+
+    def read_keepings(self) -> dict[str, Kept]:
+        """Pins, priorities and reads; empty if the file cannot be read."""
+
+        def decode(rows: Any) -> dict[str, Kept]:
+            return {
+                str(name): (
+                    bool(pinned),
+                    int(priority),
+                    tuple(map(float, reads)),
+                    None if last_read is None else float(last_read),
+                )
+                for name, pinned, priority, reads, last_read in rows
+            }
+
+        return _read_value(self._keepings, "keepings", decode, {})
+
     def _path(self, key: VersionKey) -> Path:
         return self._entries / f"{key.folder}@{key.fingerprint}.json"
 
@@ -490,6 +525,8 @@ def _decode(entry: pb.CatalogueEntry, log: CatalogueLog | None) -> CatalogueEntr
         homes if any(homes) else (),
         tuple(entry.holders),
         log,
+        entry.evicted,
+        entry.load_s,
     )
 
 

@@ -10,6 +10,7 @@ from cache_server.auth.principals import ANYONE, Principal
 from cache_server.coordination.cache_state import CacheState
 from cache_server.coordination.claims import Claims
 from cache_server.coordination.draining import Draining
+from cache_server.coordination.evictions import Evictions
 from cache_server.coordination.members.membership import Answer, Member
 from cache_server.coordination.versions.file_fates import Fate, Holder
 from cache_server.jobs.jobs import Jobs
@@ -23,6 +24,7 @@ class Heartbeats:
 
     Args:
         draining: moves shards away from nodes that leave.
+        evictions: make room that nodes ask for.
         jobs: take the reports of readers.
         endpoints: of this coordinator.
         interval_s: of every node.
@@ -33,6 +35,7 @@ class Heartbeats:
         state: CacheState,
         claims: Claims,
         draining: Draining,
+        evictions: Evictions,
         jobs: Jobs,
         endpoints: pb.CoordinatorEndpoints,
         interval_s: float,
@@ -40,6 +43,7 @@ class Heartbeats:
         self._state = state
         self._claims = claims
         self._draining = draining
+        self._evictions = evictions
         self._jobs = jobs
         self._endpoints = endpoints
         self._interval_s = interval_s
@@ -75,8 +79,10 @@ class Heartbeats:
             self._take(member, believed=returns or member.is_own)
             self._state.settle()
             refused = self._draining.apply_report(member)
+            no_room = self._evictions.make_room(member, request.lacks)
             wanted = self._wanted(member)
             response = self._as_answer(member, wanted, known_to_node=request.answer)
+            response.no_room.extend(no_room)
             if (drain := refused or self._draining.progress(request.node.id)) is not None:
                 response.drain.CopyFrom(drain)
         self._jobs.apply(reports)
@@ -112,6 +118,7 @@ class Heartbeats:
             if key in held and held[key].HasField("idle_s"):
                 used_at = self._state.clock() - held[key].idle_s
                 version.last_used = max(version.last_used or 0.0, used_at)
+                self._state.keepings.note_read(key.dataset, held[key].idle_s)
         self._claims.distrust_liar(node_id)
 
     def _wanted(self, member: Member) -> pb.HeartbeatResponse:
@@ -124,7 +131,7 @@ class Heartbeats:
         # A node that is not placed yet keeps what it has.
         is_placed = node_id in state.clusters.look().alive and not member.untrusted
         for version in state.versions.values() if is_placed else ():
-            if not version.state.has_failed:
+            if not (version.state.has_failed or version.state.is_evicted):
                 view = state.holdings(version)
                 if asked := view.loads(node_id):
                     version.ended.note_asked(node_id, asked)
