@@ -235,6 +235,7 @@ class CacheServer:
             lease_s=self._config.lease_s,
             checks=HolderChecks(self._config.scrub_interval_s),
             ask_holder=partial(peer_files.held_shards, credentials=self._credentials),
+            shares=self._config.namespace_share,
         )
         stack.callback(coordinator.close)
         self._second_reader = stack.enter_context(SecondReader(coordinator, self._credentials))
@@ -331,6 +332,8 @@ class _Status:
                 tuple(jobs),
                 tuple(ranks),
                 len(self.coordinator.damaged),
+                self.coordinator.evictions.num_evicted,
+                self.coordinator.evictions.bytes_evicted,
             )
         return NodeStatus(
             node=node,

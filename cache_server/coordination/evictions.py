@@ -166,8 +166,9 @@ class Evictions:
         held = self._held_by(namespace, state.versions.values())
         over = self._over_largest(namespace, held, lack.num_bytes)
         room = Room(namespace, {member.node.id: promised + lack.num_bytes - going}, over)
-        of_dataset = state.versions.find(lack.dataset)
-        viewer = NOTHING if of_dataset is None else _viewer_of(of_dataset)
+        viewer = Viewer(namespace, sees_all=False)
+        if (of_dataset := state.versions.find(lack.dataset)) is not None:
+            viewer = _viewer_of(of_dataset)
         plan = plan_eviction(self._residents(room), room, self._guaranteed)
         if not plan.is_enough:
             return f"no dataset makes room{self._stays(plan, viewer)}"
@@ -281,18 +282,18 @@ class Evictions:
             )
 
     def _freed(self, node_ids: Collection[str]) -> dict[VersionKey, dict[str, int]]:
-        """The bytes of each version on each of these nodes that no other version shares."""
+        """The bytes of each version on each of these nodes that no other of its dataset shares."""
         freed: dict[VersionKey, dict[str, int]] = {}
         for node_id in node_ids:
-            files: Counter[str] = Counter()
+            files: Counter[tuple[str, str]] = Counter()
             of_version: dict[VersionKey, Mapping[str, int]] = {}
             for key, actual in self._state.membership.members[node_id].actual.items():
                 if not self._state.will_be_removed(key, actual):
                     sealed = {s.checksum: s.num_bytes for s in actual.shards if s.sealed}
                     of_version[key] = sealed
-                    files.update(sealed.keys())
-            for key, sealed in of_version.items():
-                own = sum(num for checksum, num in sealed.items() if files[checksum] == 1)
+                    files.update((key.dataset, checksum) for checksum in sealed)
+            for key, held in of_version.items():
+                own = sum(num for each, num in held.items() if files[key.dataset, each] == 1)
                 if own:
                     freed.setdefault(key, {})[node_id] = own
         return freed

@@ -15,6 +15,7 @@ from cache_server.node.desired import DesiredShard
 from cache_server.node.heartbeat_messages import encode_secrets
 from cache_server.node.load_memory import LoadMemory
 from cache_server.node.loading import CancelledError, Job
+from cache_server.node.room_requests import AskRoom
 from cache_server.node.version_state import Load, VersionState
 from cache_server.secrets import error_text
 from cache_server.shards.store import NoRoomError, ShardStore
@@ -22,6 +23,7 @@ from cache_server.shards.store import NoRoomError, ShardStore
 logger = logging.getLogger(__name__)
 
 _RETRY_S = 0.5  # after a failure
+_MADE_S = 0.05  # after room was made
 
 
 class LoadThreads:
@@ -33,6 +35,7 @@ class LoadThreads:
         memory: says which loads fit beside each other.
         credentials: of this node, for copies from other nodes.
         sources: that it may read.
+        ask_room: see `RoomRequests.ask`.
         node_id: of this node, for messages.
         lock: of the states of the versions.
         stopped: ends pauses; set before `stop`.
@@ -49,6 +52,7 @@ class LoadThreads:
         memory: LoadMemory,
         credentials: Credentials,
         sources: AllowedSources,
+        ask_room: AskRoom,
         node_id: str,
         lock: threading.Lock,
         stopped: threading.Event,
@@ -58,6 +62,7 @@ class LoadThreads:
         self._memory = memory
         self._credentials = credentials
         self._sources = sources
+        self._ask_room = ask_room
         self._node_id = node_id
         self._lock = lock
         self._stopped = stopped
@@ -115,13 +120,15 @@ class LoadThreads:
             logger.warning("copy failed dataset=%s %s %s", job.key.dataset, job, error)
             self._stopped.wait(_RETRY_S)
         except CacheError as error:
-            frees_room = any(other.cancelled.is_set() for other in running)
-            waits = isinstance(error, NoRoomError) and (frees_room or self.retry_no_room)
-            if waits:
-                self._wait_for_room(state, job, error, frees_room=frees_room)
-            else:
-                logger.error("load failed dataset=%s %s %s", job.key.dataset, job, error)
-                self._fail(state, job, str(error))
+            why_not: str | None = ""
+            if isinstance(error, NoRoomError):
+                frees_room = any(other.cancelled.is_set() for other in running)
+                why_not = self._find_room(state, job, error, frees_room=frees_room)
+                waits = why_not is None
+            if not waits:
+                reason = f"{error}; {why_not}" if why_not else str(error)
+                logger.error("load failed dataset=%s %s %s", job.key.dataset, job, reason)
+                self._fail(state, job, reason)
         except error_text.EXITS:
             raise
         except BaseException as error:
@@ -164,6 +171,28 @@ class LoadThreads:
             with self._lock:
                 state.files_read -= num_files
             raise
+
+    def _find_room(
+        self, state: VersionState, job: Job, error: NoRoomError, *, frees_room: bool
+    ) -> str | None:
+        """Asks the coordinator for room, or waits for some that may come by itself.
+
+        Returns:
+            None if the load is to be tried again; else why there is no room.
+        """
+        why_not: str | None = ""
+        if not frees_room:
+            why_not = self._ask_room(
+                job.key.dataset,
+                error.num_bytes,
+                lambda: job.cancelled.is_set() or self._stopped.is_set(),
+            )
+        if why_not is not None and (frees_room or self.retry_no_room):
+            self._wait_for_room(state, job, error, frees_room=frees_room)
+            return None
+        if why_not is None:
+            self._stopped.wait(_MADE_S)
+        return why_not
 
     def _wait_for_room(
         self, state: VersionState, job: Job, error: CacheError, *, frees_room: bool

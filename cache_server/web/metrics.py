@@ -110,6 +110,12 @@ def _of_cache(cache: CacheStatus) -> Iterator[Metric]:
     yield _gauge("drain_left_bytes", "Bytes of shards that drained nodes must still move.", left)
     what = "Catalogue entries that were set aside because they are damaged."
     yield _gauge("damaged_entries", what, cache.damaged_entries)
+    yield CounterMetricFamily(
+        "data_cache_evictions", "Datasets that made room for others.", value=cache.num_evicted
+    )
+    yield CounterMetricFamily(
+        "data_cache_evicted_bytes", "Bytes of these, of all replicas.", value=cache.bytes_evicted
+    )
     state = GaugeMetricFamily(
         "data_cache_dataset_state",
         "1 for the current state of a dataset.",

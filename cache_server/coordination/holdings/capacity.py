@@ -129,17 +129,19 @@ def lasting_bytes(
 ) -> int:
     """Stored bytes of a node, without the versions that it is about to remove.
 
-    Versions may share a file. Shards of one version never do, even if they are the same.
+    Versions of a dataset may share a file. Shards of one version never do, even equal ones.
     """
-    staying: set[str] = set()
-    going: Counter[tuple[str, int]] = Counter()
+    staying: set[tuple[str, str]] = set()
+    going: Counter[tuple[str, str, int]] = Counter()
     for key, actual in member.actual.items():
-        files = Counter((s.checksum, s.num_bytes) for s in actual.shards if s.sealed)
+        files = Counter((key.dataset, s.checksum, s.num_bytes) for s in actual.shards if s.sealed)
         if will_be_removed(key, actual):
             going |= files
         else:
-            staying.update(checksum for checksum, _ in files)
+            staying.update((dataset, checksum) for dataset, checksum, _ in files)
     removed = sum(
-        size * count for (checksum, size), count in going.items() if checksum not in staying
+        size * count
+        for (dataset, checksum, size), count in going.items()
+        if (dataset, checksum) not in staying
     )
     return max(0, member.node.stored_bytes - removed)

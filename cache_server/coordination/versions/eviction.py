@@ -114,7 +114,8 @@ def plan_eviction(
         useful = (each for each in left.values() if lacking.is_helped_by(each))
         choices = [each for each in useful if _may_go(each, room, held, guaranteed)]
         if not choices:
-            return EvictionPlan(stays=_holders(known, room, held, guaranteed), is_enough=False)
+            others = [each for each in known if each.kept_because or each.key in left]
+            return EvictionPlan(stays=_holders(others, room, held, guaranteed), is_enough=False)
         first = min(choices, key=lambda each: _order(each, held, guaranteed))
         goes.append(first)
         del left[first.key]
@@ -155,7 +156,8 @@ def _may_go(
 
 def _is_guaranteed(each: Resident, held: Mapping[str, int], guaranteed: Mapping[str, int]) -> bool:
     """Whether its namespace would have less than its guaranteed size without it."""
-    return held[each.namespace] - each.num_bytes < guaranteed.get(each.namespace, 0)
+    share = guaranteed.get(each.namespace, 0)
+    return share > 0 and held[each.namespace] - each.num_bytes < share
 
 
 def _order(

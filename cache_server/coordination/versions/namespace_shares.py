@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from cache_protocol.datasets.dataset_names import NAMESPACE
 from cache_protocol.datasets.dataset_spec import parse_bytes
 
-_RULE = "must be NAMESPACE=GUARANTEED..LARGEST, such as team-a=100GiB..400GiB, or with one size"
+_RULE = "must be NAMESPACE=GUARANTEED..LARGEST, such as team=100GiB..400GiB, or with one of both"
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class NamespaceShare:
 
 
 def parse_share(text: object) -> NamespaceShare:
-    """The share of a text such as ``team-a=100GiB..400GiB``, ``team-a=..1TiB`` or ``team-a=1GiB..``.
+    """The share of a text such as ``team=100GiB..400GiB``, ``team=..1TiB`` or ``team=1GiB..``.
 
     Raises:
         ValueError: says what is wrong, and quotes it.

@@ -431,7 +431,7 @@ class VersionRecord:
     def is_current(self, actual: pb.ActualDataset) -> bool:
         """Whether a report is about this attempt.
 
-        A restarted node reports no attempt. It may just have been told to remove an evicted version.
+        A restarted node reports none. It may just have been told to remove an evicted version.
         """
         if actual.HasField("attempt"):
             return actual.attempt == self.attempt

@@ -1487,8 +1487,11 @@ class ListDatasetsRequest(google.protobuf.message.Message):
 
     VIEWER_FIELD_NUMBER: builtins.int
     ORPHANS_FIELD_NUMBER: builtins.int
+    SHARES_FIELD_NUMBER: builtins.int
     orphans: builtins.bool
     """these instead of datasets"""
+    shares: builtins.bool
+    """likewise"""
     @property
     def viewer(self) -> Global___Viewer: ...
     def __init__(
@@ -1496,9 +1499,10 @@ class ListDatasetsRequest(google.protobuf.message.Message):
         *,
         viewer: Global___Viewer | None = ...,
         orphans: builtins.bool = ...,
+        shares: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["viewer", b"viewer"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["orphans", b"orphans", "viewer", b"viewer"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["orphans", b"orphans", "shares", b"shares", "viewer", b"viewer"]) -> None: ...
 
 Global___ListDatasetsRequest: typing_extensions.TypeAlias = ListDatasetsRequest
 
@@ -1559,7 +1563,7 @@ class NamespaceShare(google.protobuf.message.Message):
 Global___NamespaceShare: typing_extensions.TypeAlias = NamespaceShare
 
 @typing.final
-class SetDatasetRequest(google.protobuf.message.Message):
+class KeepDatasetRequest(google.protobuf.message.Message):
     """Changes what is said of a dataset; what is not set stays."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -1584,10 +1588,10 @@ class SetDatasetRequest(google.protobuf.message.Message):
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_priority", b"_priority"]) -> typing.Literal["priority"] | None: ...
 
-Global___SetDatasetRequest: typing_extensions.TypeAlias = SetDatasetRequest
+Global___KeepDatasetRequest: typing_extensions.TypeAlias = KeepDatasetRequest
 
 @typing.final
-class SetDatasetResponse(google.protobuf.message.Message):
+class KeepDatasetResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     DATASET_FIELD_NUMBER: builtins.int
@@ -1601,7 +1605,7 @@ class SetDatasetResponse(google.protobuf.message.Message):
     def HasField(self, field_name: typing.Literal["dataset", b"dataset"]) -> builtins.bool: ...
     def ClearField(self, field_name: typing.Literal["dataset", b"dataset"]) -> None: ...
 
-Global___SetDatasetResponse: typing_extensions.TypeAlias = SetDatasetResponse
+Global___KeepDatasetResponse: typing_extensions.TypeAlias = KeepDatasetResponse
 
 @typing.final
 class Orphan(google.protobuf.message.Message):

@@ -69,10 +69,10 @@ class CoordinatorStub(object):
                 request_serializer=cache__protocol_dot_v1_dot_cache__pb2.DeleteDatasetRequest.SerializeToString,
                 response_deserializer=cache__protocol_dot_v1_dot_cache__pb2.DeleteDatasetResponse.FromString,
                 _registered_method=True)
-        self.SetDataset = channel.unary_unary(
-                '/cache.v1.Coordinator/SetDataset',
-                request_serializer=cache__protocol_dot_v1_dot_cache__pb2.SetDatasetRequest.SerializeToString,
-                response_deserializer=cache__protocol_dot_v1_dot_cache__pb2.SetDatasetResponse.FromString,
+        self.KeepDataset = channel.unary_unary(
+                '/cache.v1.Coordinator/KeepDataset',
+                request_serializer=cache__protocol_dot_v1_dot_cache__pb2.KeepDatasetRequest.SerializeToString,
+                response_deserializer=cache__protocol_dot_v1_dot_cache__pb2.KeepDatasetResponse.FromString,
                 _registered_method=True)
         self.BeginWrite = channel.unary_unary(
                 '/cache.v1.Coordinator/BeginWrite',
@@ -164,8 +164,8 @@ class CoordinatorServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def SetDataset(self, request, context):
-        """Pins a dataset, or sets its priority; for every version of it.
+    def KeepDataset(self, request, context):
+        """Pins a dataset, or sets its priority, for every version of it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -265,10 +265,10 @@ def add_CoordinatorServicer_to_server(servicer, server):
                     request_deserializer=cache__protocol_dot_v1_dot_cache__pb2.DeleteDatasetRequest.FromString,
                     response_serializer=cache__protocol_dot_v1_dot_cache__pb2.DeleteDatasetResponse.SerializeToString,
             ),
-            'SetDataset': grpc.unary_unary_rpc_method_handler(
-                    servicer.SetDataset,
-                    request_deserializer=cache__protocol_dot_v1_dot_cache__pb2.SetDatasetRequest.FromString,
-                    response_serializer=cache__protocol_dot_v1_dot_cache__pb2.SetDatasetResponse.SerializeToString,
+            'KeepDataset': grpc.unary_unary_rpc_method_handler(
+                    servicer.KeepDataset,
+                    request_deserializer=cache__protocol_dot_v1_dot_cache__pb2.KeepDatasetRequest.FromString,
+                    response_serializer=cache__protocol_dot_v1_dot_cache__pb2.KeepDatasetResponse.SerializeToString,
             ),
             'BeginWrite': grpc.unary_unary_rpc_method_handler(
                     servicer.BeginWrite,
@@ -488,7 +488,7 @@ class Coordinator(object):
             _registered_method=True)
 
     @staticmethod
-    def SetDataset(request,
+    def KeepDataset(request,
             target,
             options=(),
             channel_credentials=None,
@@ -501,9 +501,9 @@ class Coordinator(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/cache.v1.Coordinator/SetDataset',
-            cache__protocol_dot_v1_dot_cache__pb2.SetDatasetRequest.SerializeToString,
-            cache__protocol_dot_v1_dot_cache__pb2.SetDatasetResponse.FromString,
+            '/cache.v1.Coordinator/KeepDataset',
+            cache__protocol_dot_v1_dot_cache__pb2.KeepDatasetRequest.SerializeToString,
+            cache__protocol_dot_v1_dot_cache__pb2.KeepDatasetResponse.FromString,
             options,
             channel_credentials,
             insecure,

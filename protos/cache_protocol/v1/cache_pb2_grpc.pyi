@@ -125,19 +125,19 @@ _CoordinatorDeleteDatasetType = typing_extensions.TypeVar(
     ],
 )
 
-_CoordinatorSetDatasetType = typing_extensions.TypeVar(
-    '_CoordinatorSetDatasetType',
+_CoordinatorKeepDatasetType = typing_extensions.TypeVar(
+    '_CoordinatorKeepDatasetType',
     grpc.UnaryUnaryMultiCallable[
-        cache_protocol.v1.cache_pb2.SetDatasetRequest,
-        cache_protocol.v1.cache_pb2.SetDatasetResponse,
+        cache_protocol.v1.cache_pb2.KeepDatasetRequest,
+        cache_protocol.v1.cache_pb2.KeepDatasetResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
-        cache_protocol.v1.cache_pb2.SetDatasetRequest,
-        cache_protocol.v1.cache_pb2.SetDatasetResponse,
+        cache_protocol.v1.cache_pb2.KeepDatasetRequest,
+        cache_protocol.v1.cache_pb2.KeepDatasetResponse,
     ],
     default=grpc.UnaryUnaryMultiCallable[
-        cache_protocol.v1.cache_pb2.SetDatasetRequest,
-        cache_protocol.v1.cache_pb2.SetDatasetResponse,
+        cache_protocol.v1.cache_pb2.KeepDatasetRequest,
+        cache_protocol.v1.cache_pb2.KeepDatasetResponse,
     ],
 )
 
@@ -285,7 +285,7 @@ _CoordinatorHeartbeatType = typing_extensions.TypeVar(
     ],
 )
 
-class CoordinatorStub(typing.Generic[_CoordinatorCreateDatasetType, _CoordinatorPlanDatasetType, _CoordinatorGetDatasetType, _CoordinatorWatchDatasetType, _CoordinatorListDatasetsType, _CoordinatorDeleteDatasetType, _CoordinatorSetDatasetType, _CoordinatorBeginWriteType, _CoordinatorCommitWriteType, _CoordinatorAbortWriteType, _CoordinatorGetWriteSchemaType, _CoordinatorListNodesType, _CoordinatorDrainNodeType, _CoordinatorUndrainNodeType, _CoordinatorListJobsType, _CoordinatorHeartbeatType]):
+class CoordinatorStub(typing.Generic[_CoordinatorCreateDatasetType, _CoordinatorPlanDatasetType, _CoordinatorGetDatasetType, _CoordinatorWatchDatasetType, _CoordinatorListDatasetsType, _CoordinatorDeleteDatasetType, _CoordinatorKeepDatasetType, _CoordinatorBeginWriteType, _CoordinatorCommitWriteType, _CoordinatorAbortWriteType, _CoordinatorGetWriteSchemaType, _CoordinatorListNodesType, _CoordinatorDrainNodeType, _CoordinatorUndrainNodeType, _CoordinatorListJobsType, _CoordinatorHeartbeatType]):
     @typing.overload
     def __init__(self: CoordinatorStub[
         grpc.UnaryUnaryMultiCallable[
@@ -313,8 +313,8 @@ class CoordinatorStub(typing.Generic[_CoordinatorCreateDatasetType, _Coordinator
             cache_protocol.v1.cache_pb2.DeleteDatasetResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
-            cache_protocol.v1.cache_pb2.SetDatasetRequest,
-            cache_protocol.v1.cache_pb2.SetDatasetResponse,
+            cache_protocol.v1.cache_pb2.KeepDatasetRequest,
+            cache_protocol.v1.cache_pb2.KeepDatasetResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             cache_protocol.v1.cache_pb2.BeginWriteRequest,
@@ -381,8 +381,8 @@ class CoordinatorStub(typing.Generic[_CoordinatorCreateDatasetType, _Coordinator
             cache_protocol.v1.cache_pb2.DeleteDatasetResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
-            cache_protocol.v1.cache_pb2.SetDatasetRequest,
-            cache_protocol.v1.cache_pb2.SetDatasetResponse,
+            cache_protocol.v1.cache_pb2.KeepDatasetRequest,
+            cache_protocol.v1.cache_pb2.KeepDatasetResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
             cache_protocol.v1.cache_pb2.BeginWriteRequest,
@@ -439,8 +439,8 @@ class CoordinatorStub(typing.Generic[_CoordinatorCreateDatasetType, _Coordinator
 
     DeleteDataset: _CoordinatorDeleteDatasetType
 
-    SetDataset: _CoordinatorSetDatasetType
-    """Pins a dataset, or sets its priority; for every version of it."""
+    KeepDataset: _CoordinatorKeepDatasetType
+    """Pins a dataset, or sets its priority, for every version of it."""
 
     BeginWrite: _CoordinatorBeginWriteType
 
@@ -495,8 +495,8 @@ CoordinatorAsyncStub: typing_extensions.TypeAlias = CoordinatorStub[
         cache_protocol.v1.cache_pb2.DeleteDatasetResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
-        cache_protocol.v1.cache_pb2.SetDatasetRequest,
-        cache_protocol.v1.cache_pb2.SetDatasetResponse,
+        cache_protocol.v1.cache_pb2.KeepDatasetRequest,
+        cache_protocol.v1.cache_pb2.KeepDatasetResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         cache_protocol.v1.cache_pb2.BeginWriteRequest,
@@ -585,12 +585,12 @@ class CoordinatorServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[cache_protocol.v1.cache_pb2.DeleteDatasetResponse, collections.abc.Awaitable[cache_protocol.v1.cache_pb2.DeleteDatasetResponse]]: ...
 
     @abc.abstractmethod
-    def SetDataset(
+    def KeepDataset(
         self,
-        request: cache_protocol.v1.cache_pb2.SetDatasetRequest,
+        request: cache_protocol.v1.cache_pb2.KeepDatasetRequest,
         context: _ServicerContext,
-    ) -> typing.Union[cache_protocol.v1.cache_pb2.SetDatasetResponse, collections.abc.Awaitable[cache_protocol.v1.cache_pb2.SetDatasetResponse]]:
-        """Pins a dataset, or sets its priority; for every version of it."""
+    ) -> typing.Union[cache_protocol.v1.cache_pb2.KeepDatasetResponse, collections.abc.Awaitable[cache_protocol.v1.cache_pb2.KeepDatasetResponse]]:
+        """Pins a dataset, or sets its priority, for every version of it."""
 
     @abc.abstractmethod
     def BeginWrite(

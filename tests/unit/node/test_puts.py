@@ -46,7 +46,15 @@ class Harness:
         self.memory = LoadMemory(container_bytes, lambda: 0)
         self.schema, self.fetched = SCHEMA, 0
         schemas = WriteSchemas(self.fetch)
-        self.puts = Puts(store, self.memory, schemas, "node", self.beat, self.stop)
+        self.puts = Puts(
+            store,
+            self.memory,
+            schemas,
+            "node",
+            self.beat,
+            lambda *_: "no dataset makes room",
+            self.stop,
+        )
         self.beats = 0
         self.open()
 
