@@ -11,6 +11,7 @@ from cache_server.auth.principals import Principal
 from cache_server.coordination.catalogue import Catalogue
 from cache_server.coordination.commits import AskHolder
 from cache_server.coordination.coordinator import Coordinator
+from cache_server.coordination.versions.namespace_shares import NamespaceShare
 from cache_server.shards.version_key import VersionKey
 
 TIMEOUT_S, LEASE_S = 10.0, 100.0
@@ -222,7 +223,10 @@ def _checksum(shard: pb.DesiredShard) -> str:
 
 
 def make_coordinator(
-    directory: Path, clock: Clock, ask_holder: AskHolder | None = None
+    directory: Path,
+    clock: Clock,
+    ask_holder: AskHolder | None = None,
+    shares: Iterable[NamespaceShare] = (),
 ) -> Coordinator:
     """A coordinator of the catalogue in ``directory``: the same one again after a restart."""
     return Coordinator(
@@ -234,6 +238,7 @@ def make_coordinator(
         node_timeout_s=TIMEOUT_S,
         lease_s=LEASE_S,
         ask_holder=ask_holder,
+        shares=shares,
         clock=clock,
     )
 

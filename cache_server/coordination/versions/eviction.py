@@ -12,8 +12,12 @@ from dataclasses import dataclass, field, replace
 
 from cache_server.shards.version_key import VersionKey
 
-_FORGOTTEN_S = 7 * 86_400.0  # added to the age of the reads: one read is no habit
-_UNKNOWN_BYTES_PER_S = 100e6  # of a load whose time is not known
+MOST_READS = 8  # that tell how often a dataset is read
+_DAY_S = 86_400.0
+# Chosen with `benchmarks.eviction`, by other seeds than those of its result.
+_READS, _OVER_S = 0.5, _DAY_S  # expected of a dataset that nobody knows yet
+_ENDS, _GOES_ON = 1.0, 2.0  # how often a read is the last one, likewise
+_BYTES_PER_S = 100e6  # what a byte costs, beside the seconds of a load
 
 
 @dataclass(frozen=True)
@@ -72,25 +76,33 @@ class EvictionPlan:
 
 
 def chance_of(reads: Sequence[float], now: float) -> float:
-    """How many reads a second to expect of a dataset, by the times of its last reads.
+    """How many reads a second to expect of a dataset, by the times of its last `MOST_READS`.
 
-    Their number by the time since the oldest of them, which grows while there is none. See
-    `benchmarks.eviction` for what this is compared with.
+    Their rate, and how likely it is that they go on: a dataset that was read each hour, and not for
+    a week, is worth less than one that is read each week. This is the BG/NBD model of customers
+    (Fader, Hardie and Lee, 2005), without its integrals.
+
+    Args:
+        reads: the oldest first.
     """
     if not reads:
         return 0.0
-    return len(reads) / (max(0.0, now - min(reads)) + _FORGOTTEN_S)
+    first, again = reads[0], len(reads) - 1
+    age_s = max(0.0, now - first) + _OVER_S
+    active_s = reads[-1] - first + _OVER_S
+    ended = _ENDS / (_GOES_ON + again) * (age_s / active_s) ** (_READS + again)
+    return (_READS + again) / age_s / (1 + ended)
 
 
 def worth_of(load_s: float, num_bytes: int, chance: float) -> float:
-    """What a byte of a version saves: the seconds of a load by its chance.
+    """What a byte of a version saves: the cost of its load, in seconds and bytes, by its chance.
 
     Args:
-        load_s: that its load took; 0: unknown.
+        load_s: seconds that its load took; 0: unknown.
         num_bytes: of one replica.
     """
     size = max(1, num_bytes)
-    return (load_s or size / _UNKNOWN_BYTES_PER_S) * chance / size
+    return (load_s / size + 1 / _BYTES_PER_S) * chance
 
 
 def plan_eviction(
@@ -105,18 +117,16 @@ def plan_eviction(
         return EvictionPlan()
     guaranteed = guaranteed or {}
     known = [each for each in residents if each.num_bytes or each.on]
-    left = {each.key: each for each in known if not each.kept_because}
+    left = {each.key: each for each in sorted(known, key=_order) if not each.kept_because}
     held = Counter[str]()
     for each in known:
         held[each.namespace] += each.num_bytes
     lacking, goes = _Lack(room), list[Resident]()
     while not lacking.is_covered:
-        useful = (each for each in left.values() if lacking.is_helped_by(each))
-        choices = [each for each in useful if _may_go(each, room, held, guaranteed)]
-        if not choices:
+        first = _first(left.values(), lacking, room, held, guaranteed)
+        if first is None:
             others = [each for each in known if each.kept_because or each.key in left]
             return EvictionPlan(stays=_holders(others, room, held, guaranteed), is_enough=False)
-        first = min(choices, key=lambda each: _order(each, held, guaranteed))
         goes.append(first)
         del left[first.key]
         held[first.namespace] -= first.num_bytes
@@ -147,24 +157,37 @@ class _Lack:
         self._on = {node: lack for node, lack in left.items() if lack > 0}
 
 
-def _may_go(
-    each: Resident, room: Room, held: Mapping[str, int], guaranteed: Mapping[str, int]
-) -> bool:
-    """Whether a version goes for a namespace: others leave what is guaranteed."""
-    return each.namespace == room.namespace or not _is_guaranteed(each, held, guaranteed)
+def _first(
+    left: Iterable[Resident],
+    lacking: _Lack,
+    room: Room,
+    held: Mapping[str, int],
+    guaranteed: Mapping[str, int],
+) -> Resident | None:
+    """The first that helps, of namespaces above what they are guaranteed; else of its own.
+
+    Args:
+        left: in the order in which they go.
+    """
+    own = None
+    for each in left:
+        if not lacking.is_helped_by(each):
+            continue
+        if not _is_guaranteed(each, held, guaranteed):
+            return each
+        if own is None and each.namespace == room.namespace:
+            own = each
+    return own
+
+
+def _order(each: Resident) -> tuple[int, float, str, str]:
+    return each.priority, each.worth, each.key.dataset, each.key.fingerprint
 
 
 def _is_guaranteed(each: Resident, held: Mapping[str, int], guaranteed: Mapping[str, int]) -> bool:
     """Whether its namespace would have less than its guaranteed size without it."""
     share = guaranteed.get(each.namespace, 0)
     return share > 0 and held[each.namespace] - each.num_bytes < share
-
-
-def _order(
-    each: Resident, held: Mapping[str, int], guaranteed: Mapping[str, int]
-) -> tuple[bool, int, float, str, str]:
-    is_guaranteed = _is_guaranteed(each, held, guaranteed)
-    return is_guaranteed, each.priority, each.worth, each.key.dataset, each.key.fingerprint
 
 
 def _needed(goes: Collection[Resident], room: Room) -> list[Resident]:
@@ -192,7 +215,8 @@ def _holders(
     for each in known:
         if not lacking.is_helped_by(each):
             continue
-        if not each.kept_because and not _may_go(each, room, held, guaranteed):
+        is_other = each.namespace != room.namespace
+        if is_other and not each.kept_because and _is_guaranteed(each, held, guaranteed):
             size = guaranteed[each.namespace]
             reason = f"is of the {size} bytes that namespace {each.namespace!r} is guaranteed"
             each = replace(each, kept_because=reason)

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from cache_server.coordination.catalogue import Catalogue
+from cache_server.coordination.versions.eviction import MOST_READS
 
 logger = logging.getLogger(__name__)
 
-_READS = 8  # that are remembered of a dataset
 _NOTICED_S = 1.0  # shorter times since the last read make no difference
-_SAME_READ_S = 600.0  # a dataset that was not read for longer is read anew
+SAME_READ_S = 600.0  # a dataset that was not read for longer is read anew
 _WRITE_EVERY_S = 5.0
 
 
@@ -58,8 +58,8 @@ class Keepings:
         if known.last_read is not None and at < known.last_read + _NOTICED_S:
             return
         reads = known.reads
-        if known.last_read is None or at - known.last_read > _SAME_READ_S:
-            reads = (*reads, at)[-_READS:]
+        if known.last_read is None or at - known.last_read > SAME_READ_S:
+            reads = (*reads, at)[-MOST_READS:]
             self._is_changed = True
         self._of[dataset] = replace(known, reads=reads, last_read=at)
 

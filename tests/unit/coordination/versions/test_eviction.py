@@ -143,9 +143,23 @@ def test_what_was_read_more_often_and_later_is_expected_more() -> None:
 
     assert daily > chance_of([now - DAY_S], now) > chance_of([now - 30 * DAY_S], now) > 0
     assert daily > chance_of([now - days * DAY_S for days in (33, 32, 31)], now)
+
+
+def test_what_was_read_each_hour_and_then_never_is_over_before_what_is_read_each_week() -> None:
+    now = 100 * DAY_S
+    weekly = [now - days * DAY_S for days in (24, 17, 10, 3)]
+    hourly = [now - 3 * DAY_S - hours * 3600 for hours in range(8, 0, -1)]
+
+    assert chance_of(weekly, now) > chance_of(hourly, now) > 0
+    assert chance_of(hourly, hourly[-1] + 3600) > chance_of(weekly, now)
+
+
+def test_what_was_never_read_is_not_expected_and_no_clock_breaks_it() -> None:
+    now = 100 * DAY_S
     assert chance_of([], now) == 0.0
+    assert chance_of([now + DAY_S], now) > 0
 
 
-def test_a_dear_load_is_worth_more_a_byte_and_an_unknown_one_is_estimated() -> None:
+def test_a_dear_load_is_worth_more_a_byte_and_one_of_unknown_time_counts_its_bytes() -> None:
     assert worth_of(100.0, 1000, 1.0) > worth_of(10.0, 1000, 1.0) > worth_of(10.0, 2000, 1.0)
-    assert worth_of(0.0, 10**9, 1.0) == pytest.approx(worth_of(10.0, 10**9, 1.0))
+    assert worth_of(0.0, 10**9, 2.0) == 2 * worth_of(0.0, 10**6, 1.0) > 0
