@@ -28,7 +28,7 @@ from cache_protocol.errors import ConfigError
 from cache_protocol.storage.memory_budget import MIN_SHARD_BYTES, shard_bytes
 from cache_protocol.wire.credentials import Credentials
 from cache_server.auth.kubernetes import Cluster
-from cache_server.coordination.versions.namespace_shares import NamespaceShare, parse_share
+from cache_server.auth.namespace_shares import NamespaceShare, parse_share
 
 _HOST_PORT = re.compile(
     r"(?:grpc(?:\+tls)?://)?(?P<host>[^\s:/]+|\[[0-9a-fA-F:]+\]):(?P<port>\d{1,5})"

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from cache_protocol.datasets.dataset_spec import DatasetSpec
 from cache_protocol.v1 import cache_pb2 as pb
+from cache_server.auth.namespace_shares import NamespaceShare
 from cache_server.auth.principals import Principal
 from cache_server.coordination.catalogue import Catalogue
 from cache_server.coordination.commits import AskHolder
 from cache_server.coordination.coordinator import Coordinator
-from cache_server.coordination.versions.namespace_shares import NamespaceShare
 from cache_server.shards.version_key import VersionKey
 
 TIMEOUT_S, LEASE_S = 10.0, 100.0

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from cache_protocol.v1 import cache_pb2 as pb
+from cache_server.auth.namespace_shares import NamespaceShare
 from cache_server.coordination.cache_state import CacheState
 from cache_server.coordination.catalogue import Catalogue
 from cache_server.coordination.claims import Claims
@@ -22,7 +23,6 @@ from cache_server.coordination.heartbeats import Heartbeats
 from cache_server.coordination.holdings.holder_checks import HolderChecks
 from cache_server.coordination.loads import Loads
 from cache_server.coordination.readers import Readers
-from cache_server.coordination.versions.namespace_shares import NamespaceShare
 from cache_server.egress.allowed_sources import AllowedSources
 from cache_server.jobs.jobs import Jobs
 

@@ -1,4 +1,4 @@
-"""Makes room: datasets that nobody reads leave the nodes, and load again when they are read."""
+"""Makes room: datasets that are not read leave the nodes, and load again when they are read."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from cache_protocol.cli.output import size
 from cache_protocol.datasets.dataset_names import namespace_of
 from cache_protocol.errors import LoadError, NotReadyError, RequestError, short, some_of
 from cache_protocol.v1 import cache_pb2 as pb
+from cache_server.auth.namespace_shares import NamespaceShare
 from cache_server.auth.principals import EVERYTHING, NOTHING, Viewer
 from cache_server.coordination.cache_state import CacheState
 from cache_server.coordination.holdings.capacity import lasting_bytes, refusal, shortages
@@ -24,7 +25,6 @@ from cache_server.coordination.versions.eviction import (
     plan_eviction,
     worth_of,
 )
-from cache_server.coordination.versions.namespace_shares import NamespaceShare
 from cache_server.coordination.versions.states import State
 from cache_server.coordination.versions.version_record import VersionRecord
 from cache_server.shards.version_key import VersionKey
@@ -151,7 +151,7 @@ class Evictions:
         """Makes room on a node for loads and puts that did not fit.
 
         Returns:
-            For each, why there is none; empty: the node has it once it has removed what it is told.
+            For each, why there is none; empty: the node has it once it has removed what goes.
         """
         answers, promised = list[str](), 0
         for lack in lacks:
@@ -200,7 +200,7 @@ class Evictions:
     def keep(
         self, name: str, *, pinned: bool | None, priority: int | None, viewer: Viewer
     ) -> VersionRecord:
-        """Pins a dataset, or sets its priority; what is None stays.
+        """Pins a dataset, or sets its priority; None leaves it as it is.
 
         Raises:
             DatasetNotFoundError: lists the existing datasets.

@@ -175,7 +175,7 @@ class LoadThreads:
     def _find_room(
         self, state: VersionState, job: Job, error: NoRoomError, *, frees_room: bool
     ) -> str | None:
-        """Asks the coordinator for room, or waits for some that may come by itself.
+        """Asks the coordinator for room, or waits for some that may come without it.
 
         Returns:
             None if the load is to be tried again; else why there is no room.

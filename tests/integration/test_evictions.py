@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import json
+import re
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from cache_client import (
     CacheClient,
     CacheIterableDataset,
+    ConfigError,
     Connection,
     DatasetSpec,
     LoadError,
     NodeUnavailableError,
     NotReadyError,
 )
+from cache_client.__main__ import app
 from cache_server import LocalCluster
 from tests.conftest import numbered_table, rows_of, write_numbered
 from tests.waiting import files_below, wait_until
@@ -132,6 +137,31 @@ def test_an_evicted_dataset_is_known_after_a_restart_of_the_coordinator(
     wait_until(lambda: states(full) == before, WAIT_S, "the states are as before")
     assert not files_of(full, evicted)
     assert rows_in(full, evicted) == [*range(NUM_ROWS)]
+
+
+def test_the_commands_show_what_is_kept_what_would_go_and_what_went(
+    full: LocalCluster, tmp_path: Path
+) -> None:
+    spec = tmp_path / "spec.yaml"
+    source = str(tmp_path / "source")
+    spec.write_text(json.dumps({"name": "fourth", "source": source, "target_shard_bytes": 1}))
+
+    def run(*arguments: str) -> str:
+        return CliRunner().invoke(app, [*arguments, "--endpoint", full.endpoint]).output
+
+    assert "pinned, priority 0" in run("keep", "first", "--pinned")
+    assert "priority -2" in run("keep", "third", "--priority", "-2")
+    evicts = re.compile(r"evicts +third; [\d.]+ KiB in all")
+    wait_until(lambda: evicts.search(run("plan", str(spec))), WAIT_S, "the leases end")
+
+    load(full, "fourth", tmp_path)
+    listed = {line.split()[0]: line for line in run("ls").splitlines() if line.strip()}
+    assert "evicted" in listed["third"] and "pinned" in listed["first"]
+    assert "ready" in listed["second"]
+    with pytest.raises(ConfigError, match="--priority"):
+        raise CliRunner().invoke(app, ["keep", "first"]).exception or AssertionError
+    info = CacheClient(full.endpoint).describe("third")
+    assert info.priority == -2 and info.load_s > 0 and info.last_read_s is None
 
 
 def test_written_rows_and_pinned_datasets_stay_and_the_error_says_so(

@@ -78,8 +78,8 @@ class EvictionPlan:
 def chance_of(reads: Sequence[float], now: float) -> float:
     """How many reads a second to expect of a dataset, by the times of its last `MOST_READS`.
 
-    Their rate, and how likely it is that they go on: a dataset that was read each hour, and not for
-    a week, is worth less than one that is read each week. This is the BG/NBD model of customers
+    Their rate, and how likely it is that more follow: a dataset that was read each hour, and not
+    for a week, is worth less than one that is read each week. This is the BG/NBD model of customers
     (Fader, Hardie and Lee, 2005), without its integrals.
 
     Args:
@@ -111,7 +111,7 @@ def plan_eviction(
     """The versions that make room, or those that hold it.
 
     Args:
-        guaranteed: namespace -> bytes of which only itself evicts.
+        guaranteed: namespace -> bytes that only itself evicts.
     """
     if room.is_there:
         return EvictionPlan()
@@ -164,7 +164,7 @@ def _first(
     held: Mapping[str, int],
     guaranteed: Mapping[str, int],
 ) -> Resident | None:
-    """The first that helps, of namespaces above what they are guaranteed; else of its own.
+    """The first that helps, of namespaces above what they are guaranteed; else of the same one.
 
     Args:
         left: in the order in which they go.

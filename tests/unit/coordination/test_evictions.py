@@ -8,9 +8,9 @@ import pytest
 
 from cache_protocol.errors import LoadError, NotReadyError, RequestError, require_ready
 from cache_protocol.v1 import cache_pb2 as pb
+from cache_server.auth.namespace_shares import NamespaceShare
 from cache_server.auth.principals import Principal, Role
 from cache_server.coordination.coordinator import Coordinator
-from cache_server.coordination.versions.namespace_shares import NamespaceShare
 from cache_server.coordination.versions.states import State
 from cache_server.plan.pinned_version import PinnedVersion
 from tests.fake_nodes import (

@@ -1,4 +1,4 @@
-"""What a namespace is guaranteed of the cache, and the most that it may hold. Pure."""
+"""What a namespace is guaranteed of the cache, and the most that it may hold."""
 
 from __future__ import annotations
 
