@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 _RECALL_AGAIN_S = 1.0  # after one that found no room: readers that wait ask often
 _MOST_PRIORITY = 1000
+_STAYS_LENGTH, _REASON_LENGTH = 250, 450  # of parts of an error
 
 
 class Evictions:
@@ -139,7 +140,7 @@ class Evictions:
         except LoadError as error:
             version.recall_error = NotReadyError(
                 f"dataset {version.pinned.spec.name!r} was evicted, and waits for room: "
-                f"{short(str(error), 450)}"
+                f"{short(str(error), _REASON_LENGTH)}"
             )
             self._recalled_at[key] = now
             self._state.mark_changed(key)
@@ -325,7 +326,7 @@ class Evictions:
             f"{viewer.shown(each.key.dataset)!r} of {size(each.num_bytes)} {each.kept_because}"
             for each in seen
         ]
-        text = f"; {some_of(stays, '; ')}" if stays else ""
+        text = f"; {short(some_of(stays, '; '), _STAYS_LENGTH)}" if stays else ""
         others = f"; {hidden} of other namespaces may not go" if hidden else ""
         return text + others
 
