@@ -6,6 +6,7 @@ a byte. All that is needed goes, or nothing does.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -90,7 +91,7 @@ def chance_of(reads: Sequence[float], now: float) -> float:
     first, again = reads[0], len(reads) - 1
     age_s = max(0.0, now - first) + _OVER_S
     active_s = reads[-1] - first + _OVER_S
-    ended = _ENDS / (_GOES_ON + again) * (age_s / active_s) ** (_READS + again)
+    ended = _ENDS / (_GOES_ON + again) * math.pow(age_s / active_s, _READS + again)
     return (_READS + again) / age_s / (1 + ended)
 
 
