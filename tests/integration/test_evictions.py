@@ -123,6 +123,27 @@ def test_what_was_evicted_is_read_again_exactly_while_a_job_reads_another(
     assert all(rows == [*range(NUM_ROWS)] for rows in job.epochs)
 
 
+def test_a_whole_query_runs_again_when_its_result_is_read(
+    full: LocalCluster, tmp_path: Path
+) -> None:
+    client, source = CacheClient(full.endpoint), tmp_path / "source"
+    for name in ("first", "second", "third"):
+        client.drop(name)
+    sql = "SELECT * FROM source ORDER BY row DESC"
+    before = client.load(DatasetSpec("sorted", source, sql=sql, target_shard_bytes=40_000))
+    assert before.num_shards > 1
+    rows = client.read("sorted").read_all()
+    client.keep("sorted", priority=-1)
+
+    for name in ("one", "two", "three"):  # the last one has no room beside the others
+        load(full, name, tmp_path)
+    assert states(full)["sorted"] == "evicted"
+
+    assert rows_in(full, "sorted") == [*range(NUM_ROWS)]
+    assert client.read("sorted").read_all().equals(rows)
+    assert client.describe("sorted").fingerprint == before.fingerprint
+
+
 def test_an_evicted_dataset_is_known_after_a_restart_of_the_coordinator(
     full: LocalCluster, tmp_path: Path
 ) -> None:
