@@ -163,6 +163,14 @@ class Evictions:
             promised += 0 if why_not else lack.num_bytes
         return answers
 
+    def may_come(self, lacks: Sequence[pb.Lack], no_room: Sequence[str]) -> bool:
+        """Whether loads without room wait: their dataset was ready, and readers wait for it."""
+        for lack, why_not in zip(lacks, no_room, strict=True):
+            version = self._state.versions.find(lack.dataset) if why_not else None
+            if version is not None and version.state.was_served:
+                return True
+        return False
+
     def _make_room(self, member: Member, lack: pb.Lack, promised: int) -> str:
         state, namespace = self._state, namespace_of(lack.dataset)
         going = member.node.stored_bytes - lasting_bytes(member, state.will_be_removed)

@@ -81,6 +81,7 @@ class Heartbeats:
             refused = self._draining.apply_report(member)
             no_room = self._evictions.make_room(member, request.lacks)
             wanted = self._wanted(member)
+            wanted.room_may_come |= self._evictions.may_come(request.lacks, no_room)
             response = self._as_answer(member, wanted, known_to_node=request.answer)
             response.no_room.extend(no_room)
             if (drain := refused or self._draining.progress(request.node.id)) is not None:

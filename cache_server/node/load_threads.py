@@ -15,7 +15,7 @@ from cache_server.node.desired import DesiredShard
 from cache_server.node.heartbeat_messages import encode_secrets
 from cache_server.node.load_memory import LoadMemory
 from cache_server.node.loading import CancelledError, Job
-from cache_server.node.room_requests import AskRoom
+from cache_server.node.room_requests import AskRoom, RoomAnswer
 from cache_server.node.version_state import Load, VersionState
 from cache_server.secrets import error_text
 from cache_server.shards.store import NoRoomError, ShardStore
@@ -180,26 +180,36 @@ class LoadThreads:
         Returns:
             None if the load is to be tried again; else why there is no room.
         """
-        why_not: str | None = ""
+        answer = RoomAnswer("", self.retry_no_room)
         if not frees_room:
-            why_not = self._ask_room(
+            answer = self._ask_room(
                 job.key.dataset,
                 error.num_bytes,
                 lambda: job.cancelled.is_set() or self._stopped.is_set(),
             )
-        if why_not is not None and (frees_room or self.retry_no_room):
-            self._wait_for_room(state, job, error, frees_room=frees_room)
+            if not answer.why_not:
+                self._stopped.wait(_MADE_S)
+                return None
+        if frees_room or answer.may_come or self.retry_no_room:
+            self._wait_for_room(state, job, error, answer, frees_room=frees_room)
             return None
-        if why_not is None:
-            self._stopped.wait(_MADE_S)
-        return why_not
+        return answer.why_not
 
     def _wait_for_room(
-        self, state: VersionState, job: Job, error: CacheError, *, frees_room: bool
+        self,
+        state: VersionState,
+        job: Job,
+        error: CacheError,
+        answer: RoomAnswer,
+        *,
+        frees_room: bool,
     ) -> None:
         """Pauses before the load is tried again; logs the reason once."""
         until = "a cancelled load has ended" if frees_room else "a lost node may be back"
-        reason = f"{job} waits on node {self._node_id} until {until}: {error}"
+        if answer.why_not:
+            until += ", or others make room"
+        why_not = f"; {answer.why_not}" if answer.why_not else ""
+        reason = f"{job} waits on node {self._node_id} until {until}: {error}{why_not}"
         with self._lock:
             known, state.waits[job.index] = state.waits.get(job.index), reason
         if known is None:

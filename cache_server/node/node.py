@@ -460,7 +460,7 @@ class Node:
                     logger.exception("reconcile failed, will be tried again")
                     news = False
                 else:
-                    self._room.answer(response.no_room)
+                    self._room.answer(response.no_room, may_come=desired.retry_no_room)
                     self._leaving.take(response.drain)
                     with self._beats:
                         self._answered = self._begun

@@ -369,10 +369,10 @@ class _Wait:
         if now - self._asked_at < _ASK_AGAIN_S:
             return False
         dataset, is_over = self._write.dataset, self._puts._stop.is_set
-        why_not = self._puts._ask_room(dataset, error.num_bytes, is_over)
-        if why_not is None:
+        answer = self._puts._ask_room(dataset, error.num_bytes, is_over)
+        if not answer.why_not:
             return True
-        self._asked_at, self._why_not = time.monotonic(), why_not
+        self._asked_at, self._why_not = time.monotonic(), answer.why_not
         return False
 
     def _gives_way(self) -> bool:

@@ -274,3 +274,20 @@ def test_a_priority_out_of_range_is_refused_with_the_value(
 
     with pytest.raises(RequestError, match="got 1001"):
         coordinator.keep("old", priority=1001)
+
+
+def test_a_recalled_load_without_room_waits_and_a_new_one_fails(
+    coordinator: Coordinator, node: FakeNode, source: Path, clock: Clock
+) -> None:
+    load(coordinator, node, source, "old")
+    unread(clock)
+    node.beat()
+    assert ask_room(node, "third", 1) == ""
+    coordinator.get("old", lease=True)
+    coordinator.create(spec(source, "new", filter="row < 1000"))
+
+    for dataset, waits in (("old", True), ("new", False)):
+        request = node.report()
+        request.lacks.add(dataset=dataset, num_bytes=10**6)
+        answer = coordinator.heartbeat(request)
+        assert answer.no_room[0] and answer.room_may_come is waits

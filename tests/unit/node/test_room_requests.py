@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from cache_server.node.room_requests import RoomRequests
+from cache_server.node.room_requests import RoomAnswer, RoomRequests
 from tests.waiting import wait_until
 
 WAIT_S = 30.0
@@ -15,7 +15,7 @@ WAIT_S = 30.0
 
 def asked(
     requests: RoomRequests, pool: ThreadPoolExecutor, *sizes: int
-) -> list[Future[str | None]]:
+) -> list[Future[RoomAnswer]]:
     """Asks from other threads, one after the other."""
     answers = []
     for number, size in enumerate(sizes, 1):
@@ -37,7 +37,10 @@ def test_each_request_gets_its_answer_once_it_was_acted_on() -> None:
 
         requests.answer(["", "all are pinned"])
 
-        assert (one.result(WAIT_S), two.result(WAIT_S)) == (None, "all are pinned")
+        assert (one.result(WAIT_S), two.result(WAIT_S)) == (
+            RoomAnswer(""),
+            RoomAnswer("all are pinned"),
+        )
     assert requests.take() == []
 
 
@@ -48,10 +51,10 @@ def test_what_was_asked_after_the_heartbeat_waits_for_the_next_one() -> None:
         sent = requests.take()
         two = pool.submit(requests.ask, "d20", 20, lambda: False)
         requests.answer([""])
-        assert one.result(WAIT_S) is None and len(sent) == 1
+        assert not one.result(WAIT_S).why_not and len(sent) == 1
         wait_until(lambda: len(requests.take()) == 1, WAIT_S, "the other one waits")
-        requests.answer(["no"])
-        assert two.result(WAIT_S) == "no"
+        requests.answer(["no"], may_come=True)
+        assert two.result(WAIT_S) == RoomAnswer("no", may_come=True)
 
 
 @pytest.mark.parametrize("is_over", [True, False])
@@ -64,5 +67,5 @@ def test_a_request_ends_with_its_load_or_says_that_the_coordinator_is_too_old(
         if not is_over:
             wait_until(requests.take, WAIT_S, "the request waits")
             requests.answer([])
-        assert ("does not answer" if is_over else "update it") in str(asking.result(WAIT_S))
+        assert ("does not answer" if is_over else "update it") in asking.result(WAIT_S).why_not
     assert requests.take() == []
