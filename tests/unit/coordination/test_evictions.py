@@ -283,6 +283,9 @@ def test_a_recalled_load_without_room_waits_and_a_new_one_fails(
     unread(clock)
     node.beat()
     assert ask_room(node, "third", 1) == ""
+    for _ in range(8):  # no node was lost or came back lately
+        clock.now += 9
+        node.beat()
     coordinator.get("old", lease=True)
     coordinator.create(spec(source, "new", filter="row < 1000"))
 
