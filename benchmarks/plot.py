@@ -1,11 +1,12 @@
-"""Draws `results/shuffle.json` and `results/simulation.json`.
+"""Draws `results/shuffle.json`, `results/simulation.json` and `results/eviction.json`.
 
     python benchmarks/plot.py [RESULT.json ...]        # beside each: RESULT.png
 
 Runs in the environment of the other libraries, which has matplotlib; needs nothing of this
 project. Of `shuffle.json` it draws rows per second of ten contenders, on a logarithmic axis; behind
 each name is what its order really is, and of each library only the fastest line is drawn. Of
-`simulation.json` it draws what was predicted beside what was measured, and the rate of a rank.
+`simulation.json` it draws what was predicted beside what was measured, and the rate of a rank; of
+`eviction.json` what each policy loads again, beside LRU.
 """
 
 from __future__ import annotations
@@ -48,12 +49,15 @@ TITLES = {
 def main() -> None:
     """Writes a PNG beside each result."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("results", type=Path, nargs="*", help="default: both")
+    parser.add_argument("results", type=Path, nargs="*", help="default: all")
     paths: list[Path] = parser.parse_args().results
-    both = [RESULTS / "shuffle.json", RESULTS / "simulation.json"]
-    for path in paths or filter(Path.exists, both):
+    drawn = [RESULTS / f"{name}.json" for name in ("shuffle", "simulation", "eviction")]
+    for path in paths or filter(Path.exists, drawn):
         result = json.loads(path.read_text())
-        figure = draw_contenders(result) if "tables" in result else draw_simulation(result)
+        if "ratios_to_lru" in result:
+            figure = draw_evictions(result)
+        else:
+            figure = draw_contenders(result) if "tables" in result else draw_simulation(result)
         target = path.with_suffix(".png")
         figure.savefig(target, dpi=110)
         print(f"written to {target}")
@@ -114,6 +118,36 @@ def draw_simulation(result: dict[str, Any]) -> Any:
         axis.tick_params(labelsize=8)
         for side in ("top", "right"):
             axis.spines[side].set_visible(False)
+    return figure
+
+
+def draw_evictions(result: dict[str, Any]) -> Any:
+    """Bytes and seconds that each policy loads again, beside LRU, by the size of the cache."""
+    figure, axes = plt.subplots(1, 2, figsize=(11, 3.6), sharey=True, layout="constrained")
+    rows = result["ratios_to_lru"]
+    policies = list(dict.fromkeys(row["policy"] for row in rows))
+    capacities = list(dict.fromkeys(row["capacity"] for row in rows))
+    colors = dict(zip(policies, [CACHE, PLAIN, PEER, "#e8b27d", "#c9ccd1"], strict=True))
+    for axis, what in zip(axes, ("num_bytes", "seconds"), strict=True):
+        for place, policy in enumerate(policies):
+            found = [row[what] for row in rows if row["policy"] == policy]
+            middles, lows, highs = zip(*found, strict=True)
+            at = [index + (place - 2) * 0.16 for index in range(len(capacities))]
+            spread = [
+                [middle - low for middle, low in zip(middles, lows, strict=True)],
+                [high - middle for middle, high in zip(middles, highs, strict=True)],
+            ]
+            axis.bar(at, middles, 0.15, color=colors[policy], label=policy, yerr=spread,
+                     error_kw={"elinewidth": 0.7})  # fmt: skip
+        axis.set_xticks(range(len(capacities)), [f"{share:.0%}" for share in capacities])
+        axis.set_xlabel("cache, of the bytes of all datasets", fontsize=8)
+        title = f"{'Bytes' if what == 'num_bytes' else 'Seconds'} loaded again / LRU"
+        axis.set_title(title, loc="left", fontsize=10, fontweight="bold")
+        axis.axhline(0.7, color="black", linewidth=0.6, linestyle=":")
+        axis.tick_params(labelsize=8)
+        for side in ("top", "right"):
+            axis.spines[side].set_visible(False)
+    axes[0].legend(frameon=False, fontsize=8, loc="upper left")
     return figure
 
 

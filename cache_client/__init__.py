@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from cache_client.control.client import CacheClient
 from cache_client.control.forecast import LoadForecast, TableForecast
-from cache_client.control.infos import DatasetInfo, DrainInfo, NodeInfo, OrphanInfo
+from cache_client.control.infos import DatasetInfo, DrainInfo, NodeInfo, OrphanInfo, ShareInfo
 from cache_client.epochs.stats import NodeStats, ReadStats
 from cache_client.job.connection import Connection
 from cache_client.writing.writes import Write
@@ -107,6 +107,7 @@ __all__ = [
     "Reading",
     "RequestError",
     "SchemaError",
+    "ShareInfo",
     "StaleVersionError",
     "TableForecast",
     "TransientLoadError",

@@ -39,6 +39,7 @@ from cache_client.cli.display import (
     show_live,
     show_rows,
     table,
+    time_text,
 )
 from cache_client.cli.doctor import examine
 from cache_client.cli.job_commands import audit_job, jobs, rows, seen, top
@@ -47,7 +48,7 @@ from cache_client.cli.stats_command import stats
 from cache_client.cli.step_rows import NotShownError
 from cache_client.control.client import MAX_MEMORY_BYTES, MAX_NODES, CacheClient
 from cache_client.control.forecast import forecast_facts, query_facts
-from cache_client.control.infos import DatasetInfo, OrphanInfo
+from cache_client.control.infos import DatasetInfo, OrphanInfo, ShareInfo
 from cache_client.job.arguments import seconds_problems
 from cache_protocol.cli.exits import tell
 from cache_protocol.cli.facts import printable
@@ -273,6 +274,16 @@ def list_datasets(
             show_line(f"{info.name} failed; for the reason: cachectl describe {info.name}")
         if info.awaited:
             show_line(f"{info.name} waits for node {some_of(info.awaited, ', node ')}")
+    for share in client.shares():
+        if share.guaranteed_bytes or share.largest_bytes is not None:
+            show_line(_share_text(share))
+
+
+def _share_text(share: ShareInfo) -> str:
+    sizes = [f"{size(share.guaranteed_bytes)} guaranteed"] if share.guaranteed_bytes else []
+    if share.largest_bytes is not None:
+        sizes.append(f"{size(share.largest_bytes)} at most")
+    return f"namespace {share.namespace} holds {size(share.num_bytes)}: {', '.join(sizes)}"
 
 
 def _show_orphans(orphans: list[OrphanInfo], as_json: bool) -> None:
@@ -294,7 +305,7 @@ def _show_orphans(orphans: list[OrphanInfo], as_json: bool) -> None:
     )
 
 
-_DATASET_COLUMNS = ["name", "state", "rows", "size", "shards", "fingerprint"]
+_DATASET_COLUMNS = ["name", "state", "rows", "size", "shards", "kept", "last read", "fingerprint"]
 
 
 def _dataset_rows(datasets: list[DatasetInfo]) -> list[list[str]]:
@@ -307,10 +318,17 @@ def _dataset_rows(datasets: list[DatasetInfo]) -> list[list[str]]:
             str(info.num_shards)
             if info.state != "loading"
             else f"{sum(map(bool, info.placement.values()))} of {info.num_shards}",
+            _kept(info),
+            "" if info.last_read_s is None else time_text(info.last_read_s),
             info.fingerprint[:12],
         ]
         for info in datasets
     ]
+
+
+def _kept(info: DatasetInfo) -> str:
+    priority = f"priority {info.priority}" if info.priority else ""
+    return ", ".join(filter(None, ["pinned" * info.pinned, priority]))
 
 
 app.command()(nodes)
@@ -359,6 +377,27 @@ def drop(
         print_json({"dropped": name})
     else:
         console.print(f"dropped {name}")
+
+
+@app.command()
+def keep(
+    name: Name,
+    pinned: Annotated[
+        bool | None,
+        typer.Option("--pinned/--not-pinned", help="Never evict it.", show_default=False),
+    ] = None,
+    priority: Annotated[
+        int | None, typer.Option(help="Those of lower priority are evicted first.")
+    ] = None,
+    endpoint: Endpoint = None,
+    timeout_s: TimeoutS = 30.0,
+    as_json: AsJson = False,
+) -> None:
+    """Pin a dataset, or set its priority, for when others need room."""
+    if pinned is None and priority is None:
+        raise ConfigError("give --pinned, --not-pinned or --priority")
+    client = client_of(endpoint, timeout_s=timeout_s)
+    show_dataset(client.keep(name, pinned=pinned, priority=priority), as_json)
 
 
 @app.command()

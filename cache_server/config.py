@@ -28,6 +28,7 @@ from cache_protocol.errors import ConfigError
 from cache_protocol.storage.memory_budget import MIN_SHARD_BYTES, shard_bytes
 from cache_protocol.wire.credentials import Credentials
 from cache_server.auth.kubernetes import Cluster
+from cache_server.auth.namespace_shares import NamespaceShare, parse_share
 
 _HOST_PORT = re.compile(
     r"(?:grpc(?:\+tls)?://)?(?P<host>[^\s:/]+|\[[0-9a-fA-F:]+\]):(?P<port>\d{1,5})"
@@ -83,6 +84,9 @@ Lease = Annotated[
 Host = Annotated[
     str, AfterValidator(_is_host), _described_as("a host name or address without a port")
 ]
+
+
+Share = Annotated[NamespaceShare, BeforeValidator(parse_share)]
 
 
 @dataclass(frozen=True)
@@ -285,8 +289,21 @@ class NodeConfig(BaseModel):
         Flag("On the coordinator: a node without a heartbeat for this many seconds is lost."),
     ] = 10.0
     lease_s: Annotated[
-        Lease, Flag("On the coordinator: seconds to keep a replaced version after its last read.")
+        Lease,
+        Flag(
+            "On the coordinator: seconds to keep a version after its last read, though it is "
+            "replaced, or others have no room."
+        ),
     ] = 600.0
+    namespace_share: Annotated[
+        tuple[Share, ...],
+        Flag(
+            "On the coordinator: the bytes that others leave a namespace when they need room, and "
+            "the most that it may hold, such as team=100GiB..400GiB; repeat it for more. Either "
+            "size may be left out.",
+            metavar="<namespace>=<guaranteed>..<largest>",
+        ),
+    ] = ()
     keep_orphans_s: Annotated[
         Lease | None,
         Flag(

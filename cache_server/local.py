@@ -250,7 +250,8 @@ class LocalCluster:
         memory_limit_bytes: of each node.
         huge_pages: move shards in memory to huge pages while nothing is loading.
         node_timeout_s: a node without a heartbeat for this long counts as lost.
-        lease_s: how long a replaced version is kept after its last read.
+        lease_s: how long a version is kept after its last read, though it is replaced, or others
+            have no room.
         insecure: use no token, so that every user of this machine can read, load and drop.
 
     Raises:

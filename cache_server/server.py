@@ -337,6 +337,8 @@ class _Status:
                 tuple(jobs),
                 tuple(ranks),
                 len(coordinator.damaged),
+                coordinator.evictions.num_evicted,
+                coordinator.evictions.bytes_evicted,
             )
         return NodeStatus(
             node=node,
@@ -464,6 +466,7 @@ def _coordinator(
         lease_s=config.lease_s,
         checks=HolderChecks(config.scrub_interval_s),
         ask_holder=partial(peer_files.held_shards, credentials=credentials),
+        shares=config.namespace_share,
     )
 
 

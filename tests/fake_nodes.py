@@ -8,6 +8,7 @@ from pathlib import Path
 from cache_protocol.datasets.dataset_spec import DatasetSpec
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.wire.protocol_version import PROTOCOL
+from cache_server.auth.namespace_shares import NamespaceShare
 from cache_server.auth.principals import Principal
 from cache_server.coordination.catalogue import Catalogue
 from cache_server.coordination.catalogue_store import CatalogueStore
@@ -232,6 +233,7 @@ def make_coordinator(
     clock: Clock,
     ask_holder: AskHolder | None = None,
     endpoints: pb.CoordinatorEndpoints = HERE,
+    shares: Iterable[NamespaceShare] = (),
 ) -> Coordinator:
     """A coordinator of the catalogue in a directory or a store: the same one after a restart."""
     return Coordinator(
@@ -241,6 +243,7 @@ def make_coordinator(
         node_timeout_s=TIMEOUT_S,
         lease_s=LEASE_S,
         ask_holder=ask_holder,
+        shares=shares,
         clock=clock,
     )
 

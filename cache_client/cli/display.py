@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
+from datetime import datetime
 from typing import Any
 
 import pyarrow as pa
@@ -42,6 +43,13 @@ def show_dataset(info: DatasetInfo, as_json: bool) -> None:
         console.print(
             Text(f"  awaits       node {some_of(info.awaited, ', node ')}"), soft_wrap=True
         )
+    if info.pinned or info.priority:
+        kept = f"{'pinned, ' * info.pinned}priority {info.priority}"
+        console.print(f"  kept         {kept}", highlight=False)
+    if info.last_read_s is not None:
+        console.print(f"  last read    {time_text(info.last_read_s)}", highlight=False)
+    if info.load_s:
+        console.print(f"  loads in     {info.load_s:.1f} s", highlight=False)
     if info.waits:
         console.print(Text(f"  waits        {printable(info.waits)}"), soft_wrap=True)
     for note in info.notes:
@@ -66,6 +74,11 @@ def show_dataset(info: DatasetInfo, as_json: bool) -> None:
         console.print(Text(f"  nulls        {nulls_text(info.nulls)}"), soft_wrap=True)
     fields = [[field.name, type_name(field.type)] for field in info.schema]
     console.print(_indented(_plain_table(fields, header=["column", "type"])))
+
+
+def time_text(seconds: float) -> str:
+    """A time since 1970, of this machine's time zone."""
+    return datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%d %H:%M")
 
 
 def forecast_json(forecast: LoadForecast) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from cache_client.control.infos import (
     JobInfo,
     NodeInfo,
     OrphanInfo,
+    ShareInfo,
     dataset_info,
     job_info,
     node_info,
@@ -56,6 +57,7 @@ from cache_protocol.wire.records import record
 
 MAX_NODES = 100_000  # of a plan, whose answer has an entry for each node
 MAX_MEMORY_BYTES = 2**64 - 1  # uint64 on the wire
+MOST_PRIORITY = 1000
 _MOVED = {each.name: f"now cache=Connection({each.name}=...)" for each in fields(Connection)}
 
 
@@ -399,6 +401,33 @@ class CacheClient:
         """
         request = pb.DeleteDatasetRequest(name=checked_name(name))
         self._coordinator.ask("DeleteDataset", request)
+
+    def keep(
+        self, name: str, *, pinned: bool | None = None, priority: int | None = None
+    ) -> DatasetInfo:
+        """Sets how long a dataset is kept when others need room; also for its later versions.
+
+        Args:
+            pinned: never evict it.
+            priority: those of lower priority are evicted first; 0 by default, from -1000 to 1000.
+
+        Raises:
+            ConfigError: quotes a bad argument. RequestError: the priority is out of range.
+            DatasetNotFoundError: lists the existing datasets.
+        """
+        name = checked_name(name)
+        problems = [] if pinned is None else flag_problems("pinned", pinned)
+        if priority is not None:
+            integer_or_problem(problems, "priority", priority, -MOST_PRIORITY, MOST_PRIORITY)
+        if problems:
+            raise ConfigError("; ".join(problems))
+        request = pb.KeepDatasetRequest(name=name, pinned=pinned, priority=priority)
+        return dataset_info(self._coordinator.ask("KeepDataset", request).dataset)
+
+    def shares(self) -> list[ShareInfo]:
+        """What each namespace holds and may hold, by name; other namespaces for admins only."""
+        response = self._coordinator.ask("ListDatasets", pb.ListDatasetsRequest(shares=True))
+        return [record(ShareInfo, share) for share in response.shares]
 
     def orphans(self) -> list[OrphanInfo]:
         """Files on nodes that belong to no dataset and no write, by dataset.

@@ -70,6 +70,8 @@ class LoadForecast:
         load_s: about, seconds until it is ready, at the rate of the last load of this cache; None
             before any load, and for a whole query.
         nulls: column of numbers -> its nulls, before any filter, where statistics tell.
+        evicts: datasets that the load would evict, of those that the caller sees.
+        evicts_datasets, evicts_bytes: how many, and the bytes of all their replicas.
         refusal: the error with which these nodes would refuse the load now; empty: they would not,
             or a number of nodes or a memory limit was given.
         world_size, batch_size: as requested.
@@ -100,6 +102,9 @@ class LoadForecast:
     load_s: float | None
     nulls: Mapping[str, int]
     refusal: str
+    evicts: tuple[str, ...]
+    evicts_datasets: int
+    evicts_bytes: int
     world_size: int
     batch_size: int
     steps_per_epoch: int | None
@@ -237,6 +242,8 @@ def forecast_facts(forecast: LoadForecast) -> list[tuple[str, str]]:
         facts.append(("on each node", f"{most} at most, on {counted(nodes, 'node')}{if_one}"))
     if forecast.memory_limit_bytes is not None:
         facts.append(("nodes needed", _nodes_needed(forecast, size(forecast.memory_limit_bytes))))
+    if forecast.evicts_datasets:
+        facts.append(("evicts", _evicts(forecast)))
     if forecast.load_memory_bytes:
         memory = size(forecast.load_memory_bytes)
         facts.append(
@@ -251,6 +258,12 @@ def forecast_facts(forecast: LoadForecast) -> list[tuple[str, str]]:
         facts.append(("steps", f"{forecast.steps_per_epoch:,} an epoch, for {job}"))
         facts.append(("a step", f"{size(forecast.step_bytes)} for each rank"))
     return facts
+
+
+def _evicts(forecast: LoadForecast) -> str:
+    hidden = forecast.evicts_datasets - len(forecast.evicts)
+    names = [*forecast.evicts] + ([f"{hidden} of other namespaces"] if hidden else [])
+    return f"{', '.join(names)}; {size(forecast.evicts_bytes)} in all"
 
 
 def _nodes_needed(forecast: LoadForecast, limit: str) -> str:

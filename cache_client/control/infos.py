@@ -24,8 +24,8 @@ class DatasetInfo:
         num_rows: 0 until every shard is loaded.
         num_bytes: of the shards loaded so far, one replica.
         schema: logical columns in their storage types.
-        state: ``loading``, ``ready``, ``failed`` or ``unavailable``, while its rows lie only on
-            nodes that are away.
+        state: ``loading``, ``ready``, ``failed``, ``unavailable`` while its rows lie only on nodes
+            that are away, or ``evicted`` until it is read.
         placement: shard -> ids of the nodes that hold it, in order of preference.
         error: why it failed or is unavailable; None if it is not.
         waits: why a part of the load has to wait; None if none has to.
@@ -35,6 +35,10 @@ class DatasetInfo:
         shards_reused: shards that the version before had too.
         files_read: by the loads; a file counts once for each shard that is made of it.
         awaited: ids of the nodes with its rows, while it is unavailable.
+        pinned: it is never evicted.
+        priority: those of lower priority are evicted first.
+        last_read_s: clock of the coordinator, in seconds since 1970; None: it was not read yet.
+        load_s: seconds that its load took; 0: unknown.
     """
 
     name: str
@@ -53,6 +57,10 @@ class DatasetInfo:
     shards_reused: int = field(default=0, compare=False)  # not known after a restart
     files_read: int = field(default=0, compare=False)
     awaited: tuple[str, ...] = ()
+    pinned: bool = False
+    priority: int = 0
+    last_read_s: float | None = field(default=None, compare=False)
+    load_s: float = field(default=0.0, compare=False)
 
     def __repr__(self) -> str:
         """The facts in a few lines; `schema` and `placement` are there in full."""
@@ -117,6 +125,22 @@ class OrphanInfo:
     node_ids: tuple[str, ...]
     num_shards: int
     num_bytes: int
+
+
+@dataclass(frozen=True)
+class ShareInfo:
+    """What a namespace holds of the cache, and may hold.
+
+    Attributes:
+        num_bytes: of all replicas of its datasets.
+        guaranteed_bytes: while it has no more, others evict nothing of it.
+        largest_bytes: the most that it may hold; None: no limit.
+    """
+
+    namespace: str
+    num_bytes: int
+    guaranteed_bytes: int
+    largest_bytes: int | None
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The record of callers: one JSON line for each load, write, drop, drain, refusal and first read.
+"""The record of callers: a JSON line for each load, write, drop, pin, drain, refusal, first read.
 
     {"time": "2026-11-28T03:30:00.123+00:00", "event": "load", "principal": "trainer",
      "namespace": "team-a", "address": "ipv4:10.0.0.7:51234", "dataset": "team-a/houses",
@@ -31,6 +31,7 @@ LOAD = "CreateDataset"
 _EVENTS: Mapping[str, str] = {
     LOAD: "load",
     "DeleteDataset": "drop",
+    "KeepDataset": "keep",
     "BeginWrite": "begin write",
     "CommitWrite": "commit write",
     "AbortWrite": "abort write",

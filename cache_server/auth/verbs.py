@@ -32,6 +32,7 @@ ROLES: Mapping[str, Role | None] = {
     f"grpc {_COORDINATOR}WatchDataset": Role.READER,
     f"grpc {_COORDINATOR}ListDatasets": Role.READER,
     f"grpc {_COORDINATOR}DeleteDataset": Role.WRITER,
+    f"grpc {_COORDINATOR}KeepDataset": Role.WRITER,
     f"grpc {_COORDINATOR}BeginWrite": Role.WRITER,
     f"grpc {_COORDINATOR}CommitWrite": Role.WRITER,
     f"grpc {_COORDINATOR}AbortWrite": Role.WRITER,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Collection
 
 from cache_protocol.errors import DatasetNotFoundError, LoadError, NotReadyError
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.auth.principals import EVERYTHING, Viewer
 from cache_server.coordination.catalogue import Catalogue
-from cache_server.coordination.holdings.capacity import check_capacity, room_on
+from cache_server.coordination.holdings.capacity import room_on
 from cache_server.coordination.holdings.holder_checks import HolderChecks
 from cache_server.coordination.holdings.holdings import Holdings
 from cache_server.coordination.holdings.views import Views, as_seen_by
@@ -19,6 +20,7 @@ from cache_server.coordination.members.drains import Drains
 from cache_server.coordination.members.membership import Membership
 from cache_server.coordination.versions.file_fates import Event, Fate, Holder, fate_of
 from cache_server.coordination.versions.forecast import LoadRate
+from cache_server.coordination.versions.keeping import Keepings
 from cache_server.coordination.versions.orphans import Orphans
 from cache_server.coordination.versions.states import State, Step
 from cache_server.coordination.versions.version_record import VersionRecord
@@ -46,6 +48,7 @@ class CacheState:
         listeners: called when the nodes have something new to do.
         expected: the name of a dataset whose load will be created; None: there is none.
         load_rate: how fast the nodes load.
+        keepings: pins, priorities and reads of datasets.
     """
 
     def __init__(
@@ -68,6 +71,8 @@ class CacheState:
         self.listeners: list[Callable[[], None]] = []
         self.expected: str | None = None
         self.load_rate = LoadRate()
+        self._since_1970 = time.time() - clock()
+        self.keepings = Keepings(catalogue, self.now)
         self.versions = Versions(catalogue.read(), clock(), catalogue.damaged)
         self.membership = Membership(catalogue, node_timeout_s, clock)
         self.drains = Drains(catalogue)
@@ -77,6 +82,10 @@ class CacheState:
         self.orphans = Orphans(
             self.versions, self.membership, catalogue, lease_s=lease_s, clock=clock
         )
+
+    def now(self) -> float:
+        """Seconds since 1970, as long after the start as the clock says."""
+        return self.clock() + self._since_1970
 
     def find(self, name: str, fingerprint: str = "", viewer: Viewer = EVERYTHING) -> VersionRecord:
         """The version that a caller means; the errors are those of `Readers.get`."""
@@ -113,29 +122,13 @@ class CacheState:
         """A version for a caller."""
         return as_seen_by(viewer, self.views.describe(self.holdings(version)))
 
-    def check_capacity(self, wanted: VersionRecord) -> None:
-        """Refuses a version that cannot fit: a new one, or one with another spec."""
-        key = wanted.pinned.key
-        existing = self.versions.get(key)
-        # Shards of a failed attempt of the same version are removed.
-        lasts = existing is not None and existing.attempt == wanted.attempt
-        check_capacity(
-            self.holdings(wanted),
-            [self.holdings(version) for other, version in self.versions.items() if other != key],
-            self.membership.members,
-            alive=self.membership.alive(),
-            will_be_removed=lambda other, actual: (
-                self._will_be_removed(other, actual) or (other == key and not lasts)
-            ),
-        )
-
     def room_on(self, node_ids: Collection[str]) -> dict[str, int | None]:
         """Free bytes of nodes; see `capacity.room_on`."""
         members = {node_id: self.membership.members[node_id] for node_id in node_ids}
         views = [self.holdings(version) for version in self.versions.values()]
-        return room_on(views, members, self._will_be_removed)
+        return room_on(views, members, self.will_be_removed)
 
-    def _will_be_removed(self, key: VersionKey, actual: pb.ActualDataset) -> bool:
+    def will_be_removed(self, key: VersionKey, actual: pb.ActualDataset) -> bool:
         """Whether a node removes a version at its next heartbeat."""
         version = self.versions.get(key)
         is_other = version is not None and not version.is_current(actual)
@@ -198,6 +191,7 @@ class CacheState:
         on its way, each heartbeat counts.
         """
         self.writes.end_old()
+        self.keepings.write_if_due()
         alive, now = self.membership.alive(), self.clock()
         is_same = self._settled == self.num_changes and self._settled_with is alive
         if is_same and now < self._settles_at and not self.versions.are_moving():
@@ -265,6 +259,9 @@ class CacheState:
     def _serve(self, version: VersionRecord, *, num_rows: int) -> None:
         version.advance(Step.COMPLETE)
         version.release()
+        version.wanted_at = self.clock()
+        if version.asked_at is not None:
+            version.note_load_time(self.clock() - version.asked_at)
         self.mark_changed()
         try:
             version.save(self.catalogue)

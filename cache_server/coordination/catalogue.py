@@ -7,6 +7,7 @@
 .proven-members.json                       those that hold a shard for certain
 .drains.json                               those that are drained
 .dropped.json                              dropped versions, with their attempts
+.keepings.json                             pins, priorities and reads of datasets
 .catalogue-id.json                         random; write ids begin with it
 
 These are the documents of a `CatalogueStore`: files, or objects of Kubernetes. Each has a checksum:
@@ -47,11 +48,12 @@ from cache_server.shards.version_key import Moves, VersionKey
 logger = logging.getLogger(__name__)
 
 _ENTRIES = ".catalogue"
-_MEMBERS, _PROVEN = ".members.json", ".proven-members.json"
+_MEMBERS, _PROVEN, _KEEPINGS = ".members.json", ".proven-members.json", ".keepings.json"
 _DRAINS, _DROPPED, _ID = ".drains.json", ".dropped.json", ".catalogue-id.json"
-_FORMAT = 6  # of an entry; raise it with every addition
+_FORMAT = 7  # of an entry; raise it with every addition
 _FORMAT_MEMBER = re.compile(rb'"format":\s*(\d+)')
 _T = TypeVar("_T")
+Kept = tuple[bool, int, tuple[float, ...], float | None]  # see `Keeping`
 _WRONG = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
 
@@ -153,7 +155,8 @@ class CatalogueEntry:
         was_ready: it was served once, possibly without any shard.
         failure: why its load failed; without secrets.
         owner: the principal that asked for the load; empty: this cache had no authentication.
-        homes, holders: see `VersionRecord`.
+        homes, holders, load_s: see `VersionRecord`.
+        evicted: it has no shards until it is read.
         log: of this attempt; None if it has no group yet, or cannot be read.
     """
 
@@ -167,6 +170,8 @@ class CatalogueEntry:
     homes: Sequence[Sequence[str]] = ()
     holders: tuple[str, ...] = ()
     log: CatalogueLog | None = None
+    evicted: bool = False
+    load_s: float = 0.0
 
 
 class Catalogue:
@@ -224,6 +229,8 @@ class Catalogue:
         owner: str = "",
         homes: Sequence[Sequence[str]] = (),
         holders: Sequence[str] = (),
+        evicted: bool = False,
+        load_s: float = 0.0,
     ) -> None:
         """Writes one version; the arguments are the attributes of `CatalogueEntry`.
 
@@ -239,6 +246,8 @@ class Catalogue:
             failure=None if failure is None else to_proto(failure),
             owner=owner,
             holders=holders,
+            evicted=evicted,
+            load_s=load_s,
         )
         for shard in pinned.shards or ():
             entry.shards.add(
@@ -492,6 +501,31 @@ class Catalogue:
 
         return self._read_value(_DROPPED, "dropped", decode, {})
 
+    def write_keepings(self, keepings: Mapping[str, Kept]) -> None:
+        """Writes pins, priorities and reads, by dataset.
+
+        Raises:
+            OSError: as `write`.
+        """
+        rows = [[name, *values] for name, values in keepings.items()]
+        self._write_value(_KEEPINGS, "keepings", rows)
+
+    def read_keepings(self) -> dict[str, Kept]:
+        """Pins, priorities and reads; empty if the file cannot be read."""
+
+        def decode(rows: Any) -> dict[str, Kept]:
+            return {
+                str(name): (
+                    bool(pinned),
+                    int(priority),
+                    tuple(map(float, reads)),
+                    None if last_read is None else float(last_read),
+                )
+                for name, pinned, priority, reads, last_read in rows
+            }
+
+        return self._read_value(_KEEPINGS, "keepings", decode, {})
+
 
 def _name_of(key: VersionKey) -> str:
     return f"{_ENTRIES}/{key.folder}@{key.fingerprint}.json"
@@ -555,6 +589,8 @@ def _decode(entry: pb.CatalogueEntry, log: CatalogueLog | None) -> CatalogueEntr
         homes if any(homes) else (),
         tuple(entry.holders),
         log,
+        entry.evicted,
+        entry.load_s,
     )
 
 

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from cache_protocol.v1 import cache_pb2 as pb
+from cache_server.auth.namespace_shares import NamespaceShare
 from cache_server.coordination.cache_state import CacheState
 from cache_server.coordination.catalogue import Catalogue
 from cache_server.coordination.claims import Claims
 from cache_server.coordination.commits import AskHolder, Commits
 from cache_server.coordination.draining import Draining
+from cache_server.coordination.evictions import Evictions
 from cache_server.coordination.heartbeats import Heartbeats
 from cache_server.coordination.holdings.holder_checks import HolderChecks
 from cache_server.coordination.loads import Loads
@@ -39,15 +41,17 @@ class Coordinator:
         sources: that it may read.
         checks: which claims of nodes count; `next_check` must be called for it.
         ask_holder: asks nodes for puts; None: what they reported counts.
+        shares: of namespaces.
         clock: monotonic seconds.
 
     Attributes:
         state: what it knows.
+        evictions: make room.
         jobs: that read from the cache.
         damaged: the catalogue entries that cannot be read.
         create, attach, plan: loads; see `Loads`.
         begin_write, write_schema, commit_write, abort_write: writes; see `Commits`.
-        get, failure, datasets, summaries, watch, delete: versions; see `Readers`.
+        get, failure, datasets, summaries, watch, delete, keep, shares: see `Readers`.
         drain, undrain, nodes: every known node, and their drains; see `Draining`.
         orphans, drop_orphans: files of no known version; see `Readers`.
         heartbeat: the report of a node; see `Heartbeats.apply`.
@@ -65,6 +69,7 @@ class Coordinator:
         lease_s: float = 600.0,
         checks: HolderChecks | None = None,
         ask_holder: AskHolder | None = None,
+        shares: Iterable[NamespaceShare] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.damaged = catalogue.damaged
@@ -80,20 +85,27 @@ class Coordinator:
 
         claims = Claims(self.state)
         self.next_check, self.apply_check = claims.next_check, claims.apply_check
-        loads = Loads(self.state, claims, sources)
+        self.evictions = Evictions(self.state, shares)
+        loads = Loads(self.state, claims, self.evictions, sources)
         self.create, self.attach, self.plan = loads.create, loads.attach, loads.plan
         commits = Commits(self.state, claims, loads, ask_holder)
         self.begin_write, self.write_schema = commits.begin, commits.schema
         self.commit_write, self.abort_write = commits.commit, commits.abort
-        readers = Readers(self.state, heartbeat_interval_s, self._closed)
+        readers = Readers(self.state, self.evictions, heartbeat_interval_s, self._closed)
         self.get, self.failure, self.watch = readers.get, readers.failure, readers.watch
         self.datasets, self.summaries = readers.datasets, readers.summaries
-        self.delete = readers.delete
+        self.delete, self.keep, self.shares = readers.delete, readers.keep, readers.shares
         self.orphans, self.drop_orphans = readers.orphans, readers.drop_orphans
         draining = Draining(self.state)
         self.drain, self.undrain, self.nodes = draining.drain, draining.undrain, draining.nodes
         heartbeats = Heartbeats(
-            self.state, claims, draining, self.jobs, endpoints, heartbeat_interval_s
+            self.state,
+            claims,
+            draining,
+            self.evictions,
+            self.jobs,
+            endpoints,
+            heartbeat_interval_s,
         )
         self.heartbeat = heartbeats.apply
 
@@ -103,6 +115,7 @@ class Coordinator:
         with self.state.changed:
             for version in self.state.versions.values():
                 version.release()
+            self.state.keepings.write()
             self.state.mark_changed()
 
     def watch_backlog(self, waiting_since: Callable[[], float]) -> None:

@@ -119,7 +119,8 @@ class Draining:
         return progress
 
     def _versions(self) -> Iterator[VersionRecord]:
-        return (each for each in self._state.versions.values() if not each.state.has_failed)
+        versions = self._state.versions.values()
+        return (v for v in versions if not (v.state.has_failed or v.state.is_evicted))
 
     def _waits(self, member: Member) -> str:
         """What no node can copy from this one now."""

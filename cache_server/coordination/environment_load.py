@@ -115,7 +115,7 @@ class EnvironmentLoad:
         failed_at: float | None = None
         while not self._stop.is_set():
             info = self._wait_until_settled(info)
-            if info.state == pb.DATASET_STATE_READY:
+            if info.state in (pb.DATASET_STATE_READY, pb.DATASET_STATE_EVICTED):
                 failed_at = None
                 self._become_ready()
                 self._wait_for_failure(info.fingerprint)

@@ -11,6 +11,7 @@ from cache_server.auth.principals import ANYONE, Principal
 from cache_server.coordination.cache_state import CacheState
 from cache_server.coordination.claims import Claims
 from cache_server.coordination.draining import Draining
+from cache_server.coordination.evictions import Evictions
 from cache_server.coordination.members.membership import Answer, Member
 from cache_server.coordination.versions.file_fates import Fate, Holder
 from cache_server.jobs.jobs import Jobs
@@ -24,6 +25,7 @@ class Heartbeats:
 
     Args:
         draining: moves shards away from nodes that leave.
+        evictions: make room that nodes ask for.
         jobs: take the reports of readers.
         endpoints: of this coordinator.
         interval_s: of every node.
@@ -34,6 +36,7 @@ class Heartbeats:
         state: CacheState,
         claims: Claims,
         draining: Draining,
+        evictions: Evictions,
         jobs: Jobs,
         endpoints: pb.CoordinatorEndpoints,
         interval_s: float,
@@ -41,6 +44,7 @@ class Heartbeats:
         self._state = state
         self._claims = claims
         self._draining = draining
+        self._evictions = evictions
         self._jobs = jobs
         self._endpoints = endpoints
         self._interval_s = interval_s
@@ -76,7 +80,13 @@ class Heartbeats:
             self._take(member, believed=returns or member.is_own)
             self._state.settle()
             refused = self._draining.apply_report(member)
-            response = self._as_response(member, known_to_node=request.answer)
+            no_room = self._evictions.make_room(member, request.lacks)
+            response = self._as_response(
+                member,
+                known_to_node=request.answer,
+                room_may_come=self._evictions.may_come(request.lacks, no_room),
+            )
+            response.no_room.extend(no_room)
             if (drain := refused or self._draining.progress(request.node.id)) is not None:
                 response.drain.CopyFrom(drain)
         self._jobs.apply(reports)
@@ -110,6 +120,7 @@ class Heartbeats:
         for key, actual in () if member.untrusted else member.actual.items():
             if actual.HasField("idle_s") and (version := self._state.versions.get(key)):
                 version.last_used = max(version.last_used or 0.0, now - actual.idle_s)
+                self._state.keepings.note_read(key.dataset, actual.idle_s)
         self._claims.distrust_liar(node_id)
 
     def _note_running(self, member: Member) -> None:
@@ -119,7 +130,7 @@ class Heartbeats:
             loads = running.get(key, frozenset())
             version.ended.apply_report(member.node.id, member.node.process, loads)
 
-    def _answer(self, member: Member) -> Answer:
+    def _answer(self, member: Member, room_may_come: bool) -> Answer:
         """The answer to a node; the last one, if nothing has changed that it follows from."""
         state, last = self._state, member.answer
         as_of = (
@@ -127,12 +138,14 @@ class Heartbeats:
             state.writes.num_changes,
             state.clusters.look(),
             state.membership.is_stable(),
+            room_may_come,
         )
         if last is not None and last.as_of == as_of and not member.has_news:
             return last
         if not member.has_news:
             self._note_running(member)  # without the loads that the last answer asked for
         wanted = self._wanted(member)
+        wanted.room_may_come |= room_may_come
         if last is None or last.content != wanted:
             self._answers += 1
             last = Answer(self._answers, wanted)
@@ -149,7 +162,7 @@ class Heartbeats:
         # A node that is not placed yet keeps what it has.
         is_placed = node_id in state.clusters.look().alive and not member.untrusted
         for version in state.versions.values() if is_placed else ():
-            if not version.state.has_failed:
+            if not (version.state.has_failed or version.state.is_evicted):
                 view = state.holdings(version)
                 if asked := view.loads(node_id):
                     version.ended.note_asked(node_id, asked)
@@ -174,13 +187,16 @@ class Heartbeats:
                 wanted.orphans.append(name)
         return wanted
 
-    def _as_response(self, member: Member, *, known_to_node: int) -> pb.HeartbeatResponse:
+    def _as_response(
+        self, member: Member, *, known_to_node: int, room_may_come: bool
+    ) -> pb.HeartbeatResponse:
         """The answer to a node, without what it has of the last one.
 
         Args:
             known_to_node: the number of that answer, as the node says.
+            room_may_come: others may make the room that the node lacks.
         """
-        answer = self._answer(member)
+        answer = self._answer(member, room_may_come)
         response = pb.HeartbeatResponse(
             interval_s=self._state.membership.interval_s(
                 min(self._interval_s, _SOON_S)

@@ -13,7 +13,9 @@ from cache_protocol.wire import tracing
 from cache_server.auth.principals import ANYONE, Principal
 from cache_server.coordination.cache_state import CacheState
 from cache_server.coordination.claims import Claims
+from cache_server.coordination.evictions import Evictions
 from cache_server.coordination.members.placement import place
+from cache_server.coordination.versions.eviction import EvictionPlan
 from cache_server.coordination.versions.forecast import forecast
 from cache_server.coordination.versions.states import State
 from cache_server.coordination.versions.version_record import VersionRecord
@@ -31,12 +33,16 @@ class Loads:
     """Begins loads. Thread-safe.
 
     Args:
+        evictions: make room.
         sources: that it may read.
     """
 
-    def __init__(self, state: CacheState, claims: Claims, sources: AllowedSources) -> None:
+    def __init__(
+        self, state: CacheState, claims: Claims, evictions: Evictions, sources: AllowedSources
+    ) -> None:
         self._state = state
         self._claims = claims
+        self._evictions = evictions
         self._sources = sources
 
     def create(
@@ -114,6 +120,7 @@ class Loads:
             attempt=self._state.next_attempt(planned.version.key),
             asked_at=self._state.clock(),
             owner=by.name,
+            wanted_at=self._state.clock(),
         )
         if (base := self._state.versions.base_of(made)) is not None:
             made.reuse(base, self._state.holdings(base).placement(base.num_shards or 0))
@@ -123,7 +130,7 @@ class Loads:
         """Adds a version, or replaces a failed one; inside the lock. Raises what `create` does."""
         key = made.pinned.key
         try:
-            self._state.check_capacity(made)
+            self._evictions.carry_out(self._evictions.plan(made, by.viewer), key.dataset)
             made.save(self._state.catalogue)
         except LoadError:
             made.release()
@@ -182,7 +189,7 @@ class Loads:
             PermissionDeniedError: see `create`.
         """
         given = spec.secrets_to_proto()
-        self._check_attaching(version, spec, by)
+        plan = self._plan_attaching(version, spec, by)
         if spec.replicas <= version.pinned.spec.replicas and not fewer_replicas:
             spec = _with_replicas(spec, version.pinned.spec.replicas)
         secrets = given if given.tables else version.secrets
@@ -190,16 +197,25 @@ class Loads:
         created = self._state.versions.next_created()
         replace(version, pinned=pinned, created=created).save(self._state.catalogue)
         version.pinned, version.secrets, version.created = pinned, secrets, created
+        version.wanted_at = self._state.clock()
+        self._evictions.carry_out(plan, pinned.key.dataset)
+        if version.state.is_evicted:
+            self._evictions.recall(version, by.viewer)
         self._state.mark_changed()
         self._state.settle()
         self._state.notify_listeners()
         return self._state.describe(version, by.viewer)
 
-    def _check_attaching(self, version: VersionRecord, spec: DatasetSpec, by: Principal) -> None:
-        """Raises what `attach_to` raises before it changes anything."""
+    def _plan_attaching(
+        self, version: VersionRecord, spec: DatasetSpec, by: Principal
+    ) -> EvictionPlan:
+        """What goes for `attach_to`; raises what it raises before it changes anything."""
         version.require_secrets(spec.secrets_to_proto(), by)
-        if spec.replicas > version.pinned.spec.replicas:
-            self._state.check_capacity(replace(version, pinned=replace(version.pinned, spec=spec)))
+        if spec.replicas <= version.pinned.spec.replicas and not version.state.is_evicted:
+            return EvictionPlan()
+        state = State.SERVED if version.state.is_evicted else version.state
+        wanted = replace(version, pinned=replace(version.pinned, spec=spec), state=state)
+        return self._evictions.plan(wanted, by.viewer)
 
     def plan(
         self,
@@ -236,9 +252,9 @@ class Loads:
                 takers = self._state.clusters.look().takers
                 nodes = self._state.membership.nodes()
                 alive = [node for node in nodes if node.alive and node.id in takers]
-                refusal = (
-                    self._refusal(planned, by) if not (num_nodes or memory_limit_bytes) else ""
-                )
+                goes, refusal = EvictionPlan(), ""
+                if not (num_nodes or memory_limit_bytes):
+                    goes, refusal = self._foresee(planned, by)
             names = [node.id for node in alive]
             if num_nodes:
                 names = [f"node-{index}" for index in range(num_nodes)]
@@ -247,21 +263,21 @@ class Loads:
             rate = self._state.load_rate.node_bytes_per_s
             result = forecast(planned, names, limit, rate, reused)
             result.refusal = refusal
+            with self._state.changed:
+                self._evictions.forecast(goes, by.viewer, result)
             return result
 
-    def _refusal(self, planned: OpenPlan, by: Principal) -> str:
-        """Why `create` would refuse what was planned; empty: it would not. In the lock."""
+    def _foresee(self, planned: OpenPlan, by: Principal) -> tuple[EvictionPlan, str]:
+        """What `create` would evict, and why it would refuse; empty: it would not. In the lock."""
         spec = planned.version.spec
         version = self._newest_of_spec(spec) or self._state.versions.get(planned.version.key)
         try:
             if version is not None and self._state.holdings(version).load_failure() is None:
-                self._check_attaching(version, spec, by)
-            else:
-                made = self._made(planned, self._state.versions.last_created + 1, by)
-                self._state.check_capacity(made)
+                return self._plan_attaching(version, spec, by), ""
+            made = self._made(planned, self._state.versions.last_created + 1, by)
+            return self._evictions.plan(made, by.viewer), ""
         except LoadError as error:
-            return str(error)
-        return ""
+            return EvictionPlan(), str(error)
 
     def _newest_of_spec(self, spec: DatasetSpec) -> VersionRecord | None:
         """The newest version of this spec, if its source cannot tell whether it changed."""

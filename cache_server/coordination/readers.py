@@ -12,8 +12,10 @@ from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.wire.channels import rest_s
 from cache_server.auth.principals import EVERYTHING, Viewer
 from cache_server.coordination.cache_state import CacheState
+from cache_server.coordination.evictions import Evictions
 from cache_server.coordination.holdings.views import as_seen_by
 from cache_server.coordination.versions.file_fates import Fate
+from cache_server.coordination.versions.version_record import VersionRecord
 from cache_server.coordination.versions.versions import EpochVersions, newest
 from cache_server.shards.version_key import VersionKey
 
@@ -24,12 +26,16 @@ class Readers:
     """What callers see of the versions. Thread-safe.
 
     Args:
+        evictions: load evicted versions again.
         interval_s: the longest time between two states of a watch.
         closed: ends the watches.
     """
 
-    def __init__(self, state: CacheState, interval_s: float, closed: threading.Event) -> None:
+    def __init__(
+        self, state: CacheState, evictions: Evictions, interval_s: float, closed: threading.Event
+    ) -> None:
         self._state = state
+        self._evictions = evictions
         self._interval_s = interval_s
         self._closed = closed
         self._epochs = EpochVersions(state.lease_s, state.clock)
@@ -49,7 +55,8 @@ class Readers:
         newest one is returned, with its error.
 
         Args:
-            lease: its rows are about to be read, so it is kept for a while after it is replaced.
+            lease: its rows are about to be read, so it is kept for a while after it is replaced,
+                and loaded again if it was evicted.
             viewer: who asks; other datasets do not exist for it.
             follow: the version that a job reads in an epoch, if there is no fingerprint.
 
@@ -63,9 +70,44 @@ class Readers:
             if follow is not None and not fingerprint:
                 fingerprint = self._fingerprint_of_epoch(name, follow, viewer)
             version = self._state.find(name, fingerprint, viewer)
+            is_recalled = False
             if lease:
                 version.last_used = self._state.clock()
-            return self._state.describe(version, viewer)
+                self._state.keepings.note_read(version.pinned.key.dataset)
+                is_recalled = self._evictions.recall_for_reader(version)
+            info = self._state.describe(version, viewer)
+            info = info if lease else self._with_keeping(info, version)
+        if is_recalled:
+            self._state.notify_listeners()
+        return info
+
+    def keep(
+        self,
+        name: str,
+        *,
+        pinned: bool | None = None,
+        priority: int | None = None,
+        viewer: Viewer = EVERYTHING,
+    ) -> pb.DatasetInfo:
+        """Pins a dataset, or sets its priority; see `Evictions.keep`."""
+        with self._state.changed:
+            version = self._evictions.keep(name, pinned=pinned, priority=priority, viewer=viewer)
+            return self._with_keeping(self._state.describe(version, viewer), version)
+
+    def shares(self, viewer: Viewer = EVERYTHING) -> list[pb.NamespaceShare]:
+        """What namespaces hold and may hold, of those that a viewer sees."""
+        with self._state.changed:
+            return self._evictions.shares(viewer)
+
+    def _with_keeping(self, info: pb.DatasetInfo, version: VersionRecord) -> pb.DatasetInfo:
+        """A copy of a description, with what decides how long the dataset is kept."""
+        keeping = self._state.keepings.of(version.pinned.key.dataset)
+        kept = pb.DatasetInfo()
+        kept.CopyFrom(info)
+        kept.pinned, kept.priority, kept.load_s = keeping.pinned, keeping.priority, version.load_s
+        if keeping.last_read is not None:
+            kept.last_read_s = keeping.last_read
+        return kept
 
     def _fingerprint_of_epoch(self, name: str, follow: pb.EpochOfJob, viewer: Viewer) -> str:
         """The version of an epoch; empty if there is no ready one."""
@@ -99,7 +141,7 @@ class Readers:
         with self._state.changed:
             known = self._state.versions.newest_of_each(viewer)
             return self._state.versions.damaged.among(
-                [self._state.describe(v, viewer) for v in known], viewer
+                [self._with_keeping(self._state.describe(v, viewer), v) for v in known], viewer
             )
 
     def summaries(self, viewer: Viewer = EVERYTHING) -> list[pb.DatasetInfo]:
@@ -128,6 +170,7 @@ class Readers:
             self._state.forget(*self._state.versions.named(full))
             if full == self._state.expected:
                 self._state.expected = None
+            self._state.keepings.forget(full)
             self._state.mark_changed()
         self._state.notify_listeners()
 

@@ -17,6 +17,7 @@ from cache_server.node.desired import DesiredShard
 from cache_server.node.heartbeat_messages import encode_secrets
 from cache_server.node.load_memory import LoadMemory
 from cache_server.node.loading import CancelledError, Job
+from cache_server.node.room_requests import AskRoom, RoomAnswer
 from cache_server.node.version_state import Load, VersionState
 from cache_server.secrets import error_text
 from cache_server.shards.store import NoRoomError, ShardStore
@@ -24,6 +25,7 @@ from cache_server.shards.store import NoRoomError, ShardStore
 logger = logging.getLogger(__name__)
 
 _RETRY_S = 0.5  # after a failure
+_MADE_S = 0.05  # after room was made
 
 
 class LoadThreads:
@@ -35,6 +37,7 @@ class LoadThreads:
         memory: says which loads fit beside each other.
         credentials: of this node, for copies from other nodes.
         sources: that it may read.
+        ask_room: see `RoomRequests.ask`.
         node_id: of this node, for messages.
         lock: of the states of the versions.
         stopped: ends pauses; set before `stop`.
@@ -51,6 +54,7 @@ class LoadThreads:
         memory: LoadMemory,
         credentials: Credentials,
         sources: AllowedSources,
+        ask_room: AskRoom,
         node_id: str,
         lock: threading.Lock,
         stopped: threading.Event,
@@ -60,6 +64,7 @@ class LoadThreads:
         self._memory = memory
         self._credentials = credentials
         self._sources = sources
+        self._ask_room = ask_room
         self._node_id = node_id
         self._lock = lock
         self._stopped = stopped
@@ -129,13 +134,15 @@ class LoadThreads:
             logger.warning("copy failed dataset=%s %s %s", job.key.dataset, job, error)
             self._stopped.wait(_RETRY_S)
         except CacheError as error:
-            frees_room = any(other.cancelled.is_set() for other in running)
-            waits = isinstance(error, NoRoomError) and (frees_room or self.retry_no_room)
-            if waits:
-                self._wait_for_room(state, job, error, frees_room=frees_room)
-            else:
-                logger.error("load failed dataset=%s %s %s", job.key.dataset, job, error)
-                self._fail(state, job, str(error), may_pass=isinstance(error, TransientLoadError))
+            why_not: str | None = ""
+            if isinstance(error, NoRoomError):
+                frees_room = any(other.cancelled.is_set() for other in running)
+                why_not = self._find_room(state, job, error, frees_room=frees_room)
+                waits = why_not is None
+            if not waits:
+                reason = f"{error}; {why_not}" if why_not else str(error)
+                logger.error("load failed dataset=%s %s %s", job.key.dataset, job, reason)
+                self._fail(state, job, reason, may_pass=isinstance(error, TransientLoadError))
         except error_text.EXITS:
             raise
         except BaseException as error:
@@ -179,12 +186,44 @@ class LoadThreads:
                 state.files_read -= num_files
             raise
 
+    def _find_room(
+        self, state: VersionState, job: Job, error: NoRoomError, *, frees_room: bool
+    ) -> str | None:
+        """Asks the coordinator for room, or waits for some that may come without it.
+
+        Returns:
+            None if the load is to be tried again; else why there is no room.
+        """
+        answer = RoomAnswer("", self.retry_no_room)
+        if not frees_room:
+            answer = self._ask_room(
+                job.key.dataset,
+                error.num_bytes,
+                lambda: job.cancelled.is_set() or self._stopped.is_set(),
+            )
+            if not answer.why_not:
+                self._stopped.wait(_MADE_S)
+                return None
+        if frees_room or answer.may_come or self.retry_no_room:
+            self._wait_for_room(state, job, error, answer, frees_room=frees_room)
+            return None
+        return answer.why_not
+
     def _wait_for_room(
-        self, state: VersionState, job: Job, error: CacheError, *, frees_room: bool
+        self,
+        state: VersionState,
+        job: Job,
+        error: CacheError,
+        answer: RoomAnswer,
+        *,
+        frees_room: bool,
     ) -> None:
         """Pauses before the load is tried again; logs the reason once."""
         until = "a cancelled load has ended" if frees_room else "a lost node may be back"
-        reason = f"{job} waits on node {self._node_id} until {until}: {error}"
+        if answer.why_not:
+            until += ", or others make room"
+        why_not = f"; {answer.why_not}" if answer.why_not else ""
+        reason = f"{job} waits on node {self._node_id} until {until}: {error}{why_not}"
         with self._lock:
             known, state.waits[job.index] = state.waits.get(job.index), reason
         if known is None:

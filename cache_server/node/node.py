@@ -62,6 +62,7 @@ from cache_server.node.reconcile import (
     Update,
     reconcile,
 )
+from cache_server.node.room_requests import RoomRequests
 from cache_server.node.row_values import RowValues
 from cache_server.node.status import VersionStatus
 from cache_server.node.version_state import Load, VersionState
@@ -131,12 +132,14 @@ class Node:
         self._wake = threading.Event()
         self._stop = threading.Event()
         self._memory = LoadMemory(container_bytes, self._desired_bytes)
+        self._room = RoomRequests(self.wake)
         self._threads = LoadThreads(
             load_threads,
             store,
             self._memory,
             credentials,
             sources,
+            self._room.ask,
             description.id,
             self._lock,
             self._stop,
@@ -149,7 +152,9 @@ class Node:
         self._leaving = Leaving()
         self._begun = self._answered = 0  # heartbeats
         schemas = WriteSchemas(link.write_schema)
-        self._puts = Puts(store, self._memory, schemas, description.id, self._beat, self._stop)
+        self._puts = Puts(
+            store, self._memory, schemas, description.id, self._beat, self._room.ask, self._stop
+        )
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self.coordinator = pb.CoordinatorEndpoints()
 
@@ -459,6 +464,7 @@ class Node:
                     logger.exception("reconcile failed, will be tried again")
                     news = False
                 else:
+                    self._room.answer(response.no_room, may_come=desired.retry_no_room)
                     self._leaving.take(response.drain)
                     with self._beats:
                         self._answered = self._begun
@@ -501,6 +507,7 @@ class Node:
         request = self._encoder.encode(self.description, actual, sealed)
         request.answer = self._decoder.answer
         request.reports.extend(self._reports.take())
+        request.lacks.extend(self._room.take())
         return request
 
     def _reconcile(self, desired: DesiredState) -> bool:

@@ -7,6 +7,7 @@ full node takes the rows of a put more slowly, then refuses it. This module know
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 import uuid
@@ -35,6 +36,7 @@ from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.auth.principals import ANYONE, Principal
 from cache_server.node.desired import OpenWrite
 from cache_server.node.load_memory import LoadMemory
+from cache_server.node.room_requests import AskRoom
 from cache_server.node.write_schemas import WriteSchemas
 from cache_server.shards.packing import ShardBuilder
 from cache_server.shards.put_key import PutKey, put_checksum
@@ -46,6 +48,7 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _Attempt = tuple[str, int, int]  # write, partition, attempt
 _LOOK_AGAIN_S = 0.2  # for room
+_ASK_AGAIN_S = 2.0  # the coordinator, for room
 _MESSAGES_BYTES = 32 << 20  # of a put: messages on their way, and the block that packs them
 _PRINCIPAL_SHARE, _NAMESPACE_SHARE = 0.5, 0.75  # of the memory of loads and puts
 
@@ -71,6 +74,7 @@ class Puts:
         schemas: of the open writes.
         node_id: of the node.
         beat: sends a heartbeat, and returns when its answer was applied.
+        ask_room: see `RoomRequests.ask`.
         stop: set when the node stops.
     """
 
@@ -81,6 +85,7 @@ class Puts:
         schemas: WriteSchemas,
         node_id: str,
         beat: Callable[[], None],
+        ask_room: AskRoom,
         stop: threading.Event,
     ) -> None:
         self._store = store
@@ -88,6 +93,7 @@ class Puts:
         self._schemas = schemas
         self._node_id = node_id
         self._beat = beat
+        self._ask_room = ask_room
         self._stop = stop
         self._lock = threading.Lock()
         self._writes: Mapping[str, OpenWrite] = {}
@@ -291,6 +297,8 @@ class _Wait:
         self._puts = puts
         self._write = write
         self._ends_at: float | None = None
+        self._asked_at = -math.inf
+        self._why_not = ""
         self.namespace, self.owner = namespace_of(write.dataset), owner
         self.sealed_bytes = self.held_bytes = 0
         self.is_stuck = False
@@ -335,19 +343,37 @@ class _Wait:
             try:
                 return action()
             except NoRoomError as error:
-                if gives_way and self._gives_way():
-                    raise NoRoomError(
-                        f"node {self._puts._node_id} is full, and other puts go first: {error}; "
-                        "put the rows again later, drop a dataset, or add nodes"
-                    ) from None
-                try:
-                    self.check_wanted()
-                except NoRoomError:
-                    raise NoRoomError(
-                        f"node {self._puts._node_id} was full for {self._write.full_wait_s:g} s: "
-                        f"{error}; drop a dataset, or add nodes"
-                    ) from None
+                if not self._is_made(error):
+                    self._check_patience(error, gives_way=gives_way)
             self._puts._stop.wait(_LOOK_AGAIN_S)
+
+    def _check_patience(self, error: NoRoomError, *, gives_way: bool) -> None:
+        """Raises a `NoRoomError` when the put has waited for too long, or others go first."""
+        reason = f"{error}; {self._why_not}; drop a dataset, or add nodes"
+        if gives_way and self._gives_way():
+            raise NoRoomError(
+                f"node {self._puts._node_id} is full, and other puts go first: {reason}, or put "
+                "the rows again later"
+            ) from None
+        try:
+            self.check_wanted()
+        except NoRoomError:
+            full_s = self._write.full_wait_s
+            raise NoRoomError(
+                f"node {self._puts._node_id} was full for {full_s:g} s: {reason}"
+            ) from None
+
+    def _is_made(self, error: NoRoomError) -> bool:
+        """Asks the coordinator to make room, not too often; returns whether it did."""
+        now = time.monotonic()
+        if now - self._asked_at < _ASK_AGAIN_S:
+            return False
+        dataset, is_over = self._write.dataset, self._puts._stop.is_set
+        answer = self._puts._ask_room(dataset, error.num_bytes, is_over)
+        if not answer.why_not:
+            return True
+        self._asked_at, self._why_not = time.monotonic(), answer.why_not
+        return False
 
     def _gives_way(self) -> bool:
         """Whether another put that is stuck goes first: see `_first`."""

@@ -56,6 +56,7 @@ class CacheStatus:
         jobs: from `Jobs.jobs`, without ranks.
         job: those of the name that was asked for, with ranks.
         damaged_entries: catalogue entries that cannot be read.
+        num_evicted, bytes_evicted: see `Evictions`.
     """
 
     nodes: tuple[pb.Node, ...]
@@ -63,6 +64,8 @@ class CacheStatus:
     jobs: tuple[pb.JobInfo, ...] = ()
     job: tuple[pb.JobInfo, ...] = ()
     damaged_entries: int = 0
+    num_evicted: int = 0
+    bytes_evicted: int = 0
 
 
 @dataclass(frozen=True)

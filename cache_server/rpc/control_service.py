@@ -289,12 +289,14 @@ class CoordinatorServicer(cache_pb2_grpc.CoordinatorServicer):
     def ListDatasets(
         self, request: pb.ListDatasetsRequest, context: grpc.ServicerContext
     ) -> pb.ListDatasetsResponse:
-        """One version of every dataset: the newest that has not failed; or the orphans."""
+        """One version of every dataset: the newest that has not failed; or orphans or shares."""
         with _error_statuses(context):
             viewer = _viewer(caller_of(context), request.viewer)
             if request.orphans:
                 own = _own_viewer(caller_of(context).principal)
                 return pb.ListDatasetsResponse(orphans=self._coordinator.orphans(own))
+            if request.shares:
+                return pb.ListDatasetsResponse(shares=self._coordinator.shares(viewer))
             return pb.ListDatasetsResponse(datasets=self._coordinator.datasets(viewer))
 
     def DeleteDataset(
@@ -312,6 +314,23 @@ class CoordinatorServicer(cache_pb2_grpc.CoordinatorServicer):
                 return pb.DeleteDatasetResponse(orphans=dropped)
             self._coordinator.delete(request.name, viewer=principal.viewer)
             return pb.DeleteDatasetResponse()
+
+    def KeepDataset(
+        self, request: pb.KeepDatasetRequest, context: grpc.ServicerContext
+    ) -> pb.KeepDatasetResponse:
+        """Pins a dataset, or sets its priority."""
+        with _error_statuses(context):
+            caller = caller_of(context)
+            principal = caller.principal
+            caller.about["dataset"] = name = principal.viewer.resolve(request.name)
+            principal.require_own(name, "a pin or a priority")
+            info = self._coordinator.keep(
+                request.name,
+                pinned=request.pinned if request.HasField("pinned") else None,
+                priority=request.priority if request.HasField("priority") else None,
+                viewer=principal.viewer,
+            )
+            return pb.KeepDatasetResponse(dataset=info)
 
     def BeginWrite(
         self, request: pb.BeginWriteRequest, context: grpc.ServicerContext

@@ -64,7 +64,11 @@ def sealed_info(
         NotReadyError: the log has no more groups yet, or no node has one of its shards now.
         RequestError: the coordinator keeps no log.
     """
-    if info.state in (pb.DATASET_STATE_FAILED, pb.DATASET_STATE_UNAVAILABLE):
+    if info.state in (
+        pb.DATASET_STATE_FAILED,
+        pb.DATASET_STATE_UNAVAILABLE,
+        pb.DATASET_STATE_EVICTED,
+    ):
         require_ready(info)
     if not info.HasField("log"):
         raise RequestError("the coordinator is of a release without logs of loads: update it")

@@ -56,7 +56,15 @@ _AT_ONCE_BYTES = 256 * 1024 * 1024  # some tens of milliseconds
 
 
 class NoRoomError(LoadError):
-    """A shard does not fit in the memory limit or on the file system now."""
+    """A shard does not fit in the memory limit or on the file system now.
+
+    Attributes:
+        num_bytes: that do not fit; 0: unknown.
+    """
+
+    def __init__(self, message: str, num_bytes: int = 0) -> None:
+        super().__init__(message)
+        self.num_bytes = num_bytes
 
 
 class ShardStore:
@@ -494,12 +502,14 @@ class ShardStore:
             if limit is not None and held + size > limit:
                 raise NoRoomError(
                     f"a shard of {size} bytes does not fit: {held} of the memory limit of "
-                    f"{limit} bytes are used"
+                    f"{limit} bytes are used",
+                    held + size - limit,
                 )
             free = self._free_bytes()
             if size - before > free:
                 raise NoRoomError(
-                    f"a shard of {size} bytes does not fit in {self.cache_dir}: {free} bytes free"
+                    f"a shard of {size} bytes does not fit in {self.cache_dir}: {free} bytes free",
+                    size - before - free,
                 )
             self._reserved[path] = size
 
@@ -542,11 +552,11 @@ def _temporary_name(index: int) -> str:
 def _cannot_write(
     key: VersionKey, index: int, size: int, directory: Path, error: OSError
 ) -> LoadError:
-    kind = NoRoomError if error.errno == errno.ENOSPC else LoadError
-    return kind(
+    reason = (
         f"cannot write shard {index} of {key.dataset!r} ({size} bytes) to {directory}: "
         f"{error.strerror}"
     )
+    return NoRoomError(reason, size) if error.errno == errno.ENOSPC else LoadError(reason)
 
 
 def _bytes_of(shards: Iterable[MappedShard]) -> int:

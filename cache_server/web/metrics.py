@@ -13,6 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
+from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.wire.load_progress import STATE_NAMES
 from cache_server.node.status import CacheStatus, NodeStatus
 
@@ -110,6 +111,12 @@ def _of_cache(cache: CacheStatus) -> Iterator[Metric]:
     yield _gauge("drain_left_bytes", "Bytes of shards that drained nodes must still move.", left)
     what = "Catalogue entries that were set aside because they are damaged."
     yield _gauge("damaged_entries", what, cache.damaged_entries)
+    yield CounterMetricFamily(
+        "data_cache_evictions", "Datasets that made room for others.", value=cache.num_evicted
+    )
+    yield CounterMetricFamily(
+        "data_cache_evicted_bytes", "Bytes of these, of all replicas.", value=cache.bytes_evicted
+    )
     state = GaugeMetricFamily(
         "data_cache_dataset_state",
         "1 for the current state of a dataset.",
@@ -121,14 +128,17 @@ def _of_cache(cache: CacheStatus) -> Iterator[Metric]:
         labels=["dataset"],
     )
     size = GaugeMetricFamily(
-        "data_cache_dataset_bytes", "Bytes of the sealed shards, one replica.", labels=["dataset"]
+        "data_cache_dataset_bytes",
+        "Bytes of the sealed shards, one replica; none of an evicted dataset.",
+        labels=["dataset"],
     )
     for info in cache.datasets:
         name = info.spec.name
         for code, word in STATE_NAMES.items():
             state.add_metric([name, word], float(info.state == code))
         rows.add_metric([name], info.num_rows or info.progress.rows_done)
-        size.add_metric([name], info.num_bytes)
+        is_evicted = info.state == pb.DATASET_STATE_EVICTED
+        size.add_metric([name], 0 if is_evicted else info.num_bytes)
     yield from (state, rows, size)
     yield from _of_loads(cache)
     yield from _of_readers(cache)

@@ -22,6 +22,7 @@ from cache_server.web.style import STYLE
 
 REFRESH_S = 5
 _BAD_STATES = (pb.DATASET_STATE_FAILED, pb.DATASET_STATE_UNAVAILABLE)
+_CALM_STATES = (pb.DATASET_STATE_READY, pb.DATASET_STATE_EVICTED)
 _MOST_FAILURES = 3  # datasets whose errors are shown
 
 
@@ -91,7 +92,7 @@ def _of_cache(cache: CacheStatus, view: View) -> Iterator[str]:
             size(info.num_bytes),
             _shards(info.progress),
         ]
-        for info in sorted(cache.datasets, key=lambda info: info.state == pb.DATASET_STATE_READY)
+        for info in sorted(cache.datasets, key=lambda info: info.state in _CALM_STATES)
     ]
     nodes = [
         [

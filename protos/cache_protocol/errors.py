@@ -223,15 +223,19 @@ def require_ready(info: pb.DatasetInfo) -> pb.DatasetInfo:
     Raises:
         LoadError: it failed; has the reason.
         NodeUnavailableError: its rows lie on nodes that are away; names them.
-        NotReadyError: it is loading; has the progress.
+        NotReadyError: it is loading, and has the progress; or it was evicted, and there is no room.
     """
     if info.state == pb.DATASET_STATE_READY:
         return info
     if info.state == pb.DATASET_STATE_FAILED:
         message = info.error.message
         raise TransientLoadError(message) if info.error.may_pass else LoadError(message)
-    if info.state == pb.DATASET_STATE_UNAVAILABLE:
+    if info.HasField("error"):
         raise from_proto(info.error)
+    if info.state == pb.DATASET_STATE_EVICTED:
+        raise NotReadyError(
+            f"dataset {info.spec.name!r} was evicted to make room: it loads again when it is read"
+        )
     progress = info.progress
     raise NotReadyError(
         f"dataset {info.spec.name!r} is loading: {progress.shards_done} of "

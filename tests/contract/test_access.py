@@ -365,11 +365,15 @@ def test_only_its_own_team_changes_a_dataset(shared: Shared, source: Path) -> No
         with pytest.raises(PermissionDeniedError, match=dataset):
             other.drop(dataset)
         with pytest.raises(PermissionDeniedError, match=dataset):
+            other.keep(dataset, pinned=True)
+        with pytest.raises(PermissionDeniedError, match=dataset):
             other.begin_write(dataset, pa.schema([("row", pa.int64())]))
 
     root = client(shared.server, "root")
     root.load(DatasetSpec("team-b/of-root", source))
     assert "of-root" in shared.names("bob")
+    assert client(shared.server, "bob").keep("of-root", priority=2).priority == 2
+    assert [share.namespace for share in client(shared.server, "bob").shares()] == ["team-b"]
     client(shared.server, "bob").drop("of-root")
     assert "team-b/of-root" not in shared.names("root")
 

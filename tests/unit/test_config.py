@@ -6,6 +6,7 @@ import pytest
 
 from cache_protocol.errors import ConfigError
 from cache_server import setting_options
+from cache_server.auth.namespace_shares import NamespaceShare
 from cache_server.config import NodeConfig
 
 
@@ -273,3 +274,28 @@ def test_each_setting_with_a_text_is_an_option_that_reaches_the_configuration() 
         if each.default not in (None, each.empty)
     }
     assert config(**defaults) == config()
+
+
+@pytest.mark.parametrize(
+    ("text", "share"),
+    [
+        ("team-a=1KiB..1MiB", NamespaceShare("team-a", 1024, 1024**2)),
+        ("team-a=..5", NamespaceShare("team-a", 0, 5)),
+        ("default=5..", NamespaceShare("default", 5, None)),
+    ],
+)
+def test_a_share_of_a_namespace_has_a_guaranteed_or_a_largest_size(
+    text: str, share: NamespaceShare
+) -> None:
+    config = NodeConfig.build(cache_dir="/cache", namespace_share=[text, "b=..1GiB"])
+
+    assert config.namespace_share == (share, NamespaceShare("b", 0, 1024**3))
+
+
+@pytest.mark.parametrize(
+    "text", ["", "team", "team=", "team=..", "=1..2", "a/b=1..2", "team=2..1", "team=many..", "t=1"]
+)
+def test_what_is_no_share_is_quoted(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"namespace_share.*must") as caught:
+        NodeConfig.build(cache_dir="/cache", namespace_share=[text])
+    assert repr(text) in str(caught.value) or "'many'" in str(caught.value)

@@ -1,11 +1,12 @@
-"""Refuses loads that cannot fit on the nodes, where the sizes are known beforehand."""
+"""Whether loads fit on the nodes, where the sizes are known beforehand."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
+from dataclasses import dataclass
 
-from cache_protocol.errors import LoadError, some_of
+from cache_protocol.errors import some_of
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.coordination.holdings.holdings import Holdings
 from cache_server.coordination.members.membership import Member
@@ -13,51 +14,82 @@ from cache_server.coordination.members.placement import nodes_needed
 from cache_server.shards.version_key import VersionKey
 
 
-def check_capacity(
+@dataclass(frozen=True)
+class Shortage:
+    """A node that has too little room for a version.
+
+    Attributes:
+        needed: bytes that the version puts on it.
+        stored: bytes that it has.
+        awaited: bytes of running loads that it waits for.
+        limit: of its bytes.
+    """
+
+    node_id: str
+    needed: int
+    stored: int
+    awaited: int
+    limit: int
+
+    @property
+    def lack(self) -> int:
+        """Bytes that do not fit."""
+        return self.stored + self.awaited + self.needed - self.limit
+
+
+def shortages(
     wanted: Holdings,
     others: Iterable[Holdings],
     members: Mapping[str, Member],
-    *,
-    alive: Collection[str],
     will_be_removed: Callable[[VersionKey, pb.ActualDataset], bool],
-) -> None:
-    """Refuses a version that cannot fit beside stored shards and running loads.
+) -> list[Shortage]:
+    """The nodes on which a version does not fit beside stored shards and running loads, by id.
 
     Args:
-        wanted: the version to add; a version of unknown size is accepted.
+        wanted: the version to add; one of unknown size fits.
         others: the versions that stay.
         members: all nodes.
-        alive: ids of the nodes that answer.
         will_be_removed: whether a node is about to remove a version, which makes room.
-
-    Raises:
-        LoadError: names the node that is too small, the number of nodes needed, and lost nodes.
     """
-    sizes = wanted.shard_bytes()
-    if sizes is None:
-        return
-    spec = wanted.version.pinned.spec
+    missing = wanted.missing_bytes()
+    if not any(members[node_id].node.memory_limit_bytes for node_id in missing):
+        return []
     awaited: Counter[str] = Counter()
     for other in others:
         awaited.update(other.missing_bytes())
-    for node_id, needed in sorted(wanted.missing_bytes().items()):
-        limit = members[node_id].node.memory_limit_bytes
-        stored = _lasting_bytes(members[node_id], will_be_removed)
-        if not limit or stored + awaited[node_id] + needed <= limit:
-            continue
-        loading = f" and waits for {awaited[node_id]}" if awaited[node_id] else ""
-        nodes = nodes_needed(sizes, spec.replicas, limit)
-        needs = (
-            f"{nodes} node{'s' * (nodes > 1)}"
-            if nodes
-            else "a smaller target_shard_bytes: no number of nodes"
+    all_of_them = (
+        Shortage(
+            node_id,
+            needed,
+            lasting_bytes(members[node_id], will_be_removed),
+            awaited[node_id],
+            members[node_id].node.memory_limit_bytes,
         )
-        raise LoadError(
-            f"dataset {spec.name!r} cannot fit: it puts about {needed} bytes on node "
-            f"{node_id}, which holds {stored}{loading} of its memory limit of {limit}; the dataset "
-            f"is about {sum(sizes)} bytes with replicas={spec.replicas} and needs {needs} "
-            f"of that limit{'' if nodes else ' is enough'}{_are_lost(members.keys() - alive)}"
-        )
+        for node_id, needed in sorted(missing.items())
+    )
+    return [each for each in all_of_them if each.limit and each.lack > 0]
+
+
+def refusal(wanted: Holdings, shortage: Shortage, lost: Set[str]) -> str:
+    """Why a version is refused: names the node that is too small, and the number of nodes needed.
+
+    Args:
+        lost: ids of the nodes that do not answer.
+    """
+    sizes, spec = wanted.shard_bytes() or [], wanted.version.pinned.spec
+    loading = f" and waits for {shortage.awaited}" if shortage.awaited else ""
+    nodes = nodes_needed(sizes, spec.replicas, shortage.limit)
+    needs = (
+        f"{nodes} node{'s' * (nodes > 1)}"
+        if nodes
+        else "a smaller target_shard_bytes: no number of nodes"
+    )
+    return (
+        f"dataset {spec.name!r} cannot fit: it puts about {shortage.needed} bytes on node "
+        f"{shortage.node_id}, which holds {shortage.stored}{loading} of its memory limit of "
+        f"{shortage.limit}; the dataset is about {sum(sizes)} bytes with replicas={spec.replicas} "
+        f"and needs {needs} of that limit{'' if nodes else ' is enough'}{_are_lost(lost)}"
+    )
 
 
 def room_on(
@@ -70,14 +102,14 @@ def room_on(
     Args:
         views: of every version.
         members: the nodes to look at.
-        will_be_removed: see `check_capacity`.
+        will_be_removed: see `shortages`.
     """
     awaited: Counter[str] = Counter()
     for view in views:
         awaited.update(view.missing_bytes())
     return {
         node_id: member.node.memory_limit_bytes
-        - _lasting_bytes(member, will_be_removed)
+        - lasting_bytes(member, will_be_removed)
         - awaited[node_id]
         if member.node.memory_limit_bytes
         else None
@@ -92,22 +124,24 @@ def _are_lost(node_ids: Set[str]) -> str:
     return f"; nodes {names} are lost" if len(node_ids) > 1 else f"; node {names} is lost"
 
 
-def _lasting_bytes(
+def lasting_bytes(
     member: Member, will_be_removed: Callable[[VersionKey, pb.ActualDataset], bool]
 ) -> int:
     """Stored bytes of a node, without the versions that it is about to remove.
 
-    Versions may share a file. Shards of one version never do, even if they are the same.
+    Versions of a dataset may share a file. Shards of one version never do, even equal ones.
     """
-    staying: set[str] = set()
-    going: Counter[tuple[str, int]] = Counter()
+    staying: set[tuple[str, str]] = set()
+    going: Counter[tuple[str, str, int]] = Counter()
     for key, actual in member.actual.items():
-        files = Counter((s.checksum, s.num_bytes) for s in actual.shards if s.sealed)
+        files = Counter((key.dataset, s.checksum, s.num_bytes) for s in actual.shards if s.sealed)
         if will_be_removed(key, actual):
             going |= files
         else:
-            staying.update(checksum for checksum, _ in files)
+            staying.update((dataset, checksum) for dataset, checksum, _ in files)
     removed = sum(
-        size * count for (checksum, size), count in going.items() if checksum not in staying
+        size * count
+        for (dataset, checksum, size), count in going.items()
+        if (dataset, checksum) not in staying
     )
     return max(0, member.node.stored_bytes - removed)

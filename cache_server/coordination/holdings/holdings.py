@@ -100,7 +100,7 @@ class Holdings:
         version = self.version
         if not version.state.was_served:
             return version.failure
-        if not self._all_reported():
+        if version.state.is_evicted or not self._all_reported():
             return None
         held = self.holders(serving=False)
         lost = {index: ids for index, ids in self._given_up.items() if index not in held}
@@ -249,7 +249,7 @@ class Holdings:
     def missing_bytes(self) -> dict[str, int]:
         """Bytes that each live node must still load or copy; without nodes that lack nothing."""
         sizes = self.shard_bytes()
-        if sizes is None or self.failure() is not None:
+        if sizes is None or self.version.state.is_evicted or self.failure() is not None:
             return {}
         held, put = self.holders(serving=False), self._put_on
         lacking = [
@@ -282,7 +282,7 @@ class Holdings:
     def is_ready(self) -> bool:
         """Whether a live node serves every shard; the first time, whether every replica does."""
         version = self.version
-        if version.state.has_failed or version.row_starts() is None:
+        if version.state.has_failed or version.state.is_evicted or version.row_starts() is None:
             return False
         holders = self.holders(serving=True)
         num_shards = version.num_shards or 0
@@ -540,6 +540,10 @@ class Holdings:
             info.state = pb.DATASET_STATE_UNAVAILABLE
             info.error.CopyFrom(to_proto(self.absence()))
             info.awaited.extend(self.awaited())
+        elif version.state.is_evicted:
+            info.state = pb.DATASET_STATE_EVICTED
+            if version.recall_error is not None:
+                info.error.CopyFrom(to_proto(version.recall_error))
         elif self.is_open():
             info.state = pb.DATASET_STATE_READY
         else:
@@ -561,7 +565,7 @@ class Holdings:
                     partial[index] = max(partial.get(index, 0), rows)
         done = sums.num_rows + sum(partial.values())
         return pb.LoadProgress(
-            shards_done=len(version.sealed),
+            shards_done=len(self._holders.saying if version.state.was_served else version.sealed),
             shards_total=version.num_shards or 0,
             rows_done=max(done, whole),
             estimated_rows=version.pinned.max_rows,

@@ -1,8 +1,8 @@
 """Whether the files of a version or a put may go from a node: the only place that says so. Pure.
 
 Files go when a user dropped, replaced or aborted them, or when they are a second name of rows that
-are safe. What is unknown or failed stays; but what a failed load made of a source goes, because the
-source has the rows.
+are safe. What is unknown or failed stays; but what a failed or evicted load made of a source goes,
+because the source has the rows.
 """
 
 from __future__ import annotations
@@ -75,6 +75,6 @@ def fate_of(state: State | None, holder: Holder, event: Event, *, has_source: bo
         return Fate.KEPT
     if state is None:
         return Fate.GONE if event in _OVER else Fate.ORPHANED
-    if state.has_failed:
+    if state.has_failed or state.is_evicted:
         return Fate.GONE if has_source else Fate.KEPT
     return Fate.WANTED

@@ -14,6 +14,7 @@ class State(Enum):
         AWAITED: as `LOADING`, but rows of its write lie only on nodes that are away.
         SERVED: every replica was there once, so readers may depend on its rows.
         UNAVAILABLE: as `SERVED`, but written rows lie only on nodes that are away.
+        EVICTED: as `SERVED`, but its shards made room for others; it loads again when it is read.
         FAILING: it failed, and the catalogue does not say so yet.
         FAILED: it failed, also for a coordinator that starts again.
     """
@@ -23,6 +24,7 @@ class State(Enum):
     AWAITED = auto()
     SERVED = auto()
     UNAVAILABLE = auto()
+    EVICTED = auto()
     FAILING = auto()
     FAILED = auto()
 
@@ -34,7 +36,12 @@ class State(Enum):
     @property
     def was_served(self) -> bool:
         """Whether readers may depend on its rows."""
-        return self in (State.SERVED, State.UNAVAILABLE)
+        return self in (State.SERVED, State.UNAVAILABLE, State.EVICTED)
+
+    @property
+    def is_evicted(self) -> bool:
+        """Whether no node should have any of it."""
+        return self is State.EVICTED
 
     @property
     def is_away(self) -> bool:
@@ -56,6 +63,8 @@ class Step(Enum):
         SAVE: the catalogue says that it failed.
         LOSE: the last live node with some of its written rows is gone.
         RETURN: live nodes have all of its written rows again.
+        EVICT: its shards go, to make room.
+        RECALL: it is read again, and there is room.
     """
 
     COMPLETE = auto()
@@ -63,6 +72,8 @@ class Step(Enum):
     SAVE = auto()
     LOSE = auto()
     RETURN = auto()
+    EVICT = auto()
+    RECALL = auto()
 
 
 TRANSITIONS: dict[tuple[State, Step], State] = {
@@ -76,6 +87,8 @@ TRANSITIONS: dict[tuple[State, Step], State] = {
     (State.AWAITED, Step.RETURN): State.LOADING,
     (State.SERVED, Step.FAIL): State.FAILING,
     (State.SERVED, Step.LOSE): State.UNAVAILABLE,
+    (State.SERVED, Step.EVICT): State.EVICTED,
+    (State.EVICTED, Step.RECALL): State.SERVED,
     (State.UNAVAILABLE, Step.FAIL): State.FAILING,
     (State.UNAVAILABLE, Step.RETURN): State.SERVED,
     (State.FAILING, Step.FAIL): State.FAILING,

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
 from typing import Any
@@ -121,6 +122,10 @@ class VersionRecord:
         changes: counted, so that a view of the version tells whether it is outdated.
         log: the groups in which its shards were sealed.
         span: of its load; None: it is not traced.
+        load_s: seconds that its load took; 0: unknown.
+        wanted_at: when someone last asked for its load, or it became ready.
+        evictions: since the coordinator started; also one before.
+        recall_error: why it could not be loaded again when it was last read; None: it could.
     """
 
     pinned: PinnedVersion
@@ -148,6 +153,10 @@ class VersionRecord:
     changes: int = 0
     log: SealedGroups = field(default_factory=lambda: SealedGroups(secrets.token_hex(8)))
     span: Any = field(default=None, compare=False, repr=False)
+    load_s: float = 0.0
+    wanted_at: float | None = None
+    evictions: int = 0
+    recall_error: CacheError | None = None
     _row_starts: tuple[int, ...] | None = field(default=None, init=False, repr=False)
     _sums: SealedSums = field(default_factory=SealedSums, init=False, repr=False)
 
@@ -156,6 +165,7 @@ class VersionRecord:
         """A version from before a restart."""
         has_run = entry.was_ready or bool(entry.sealed)
         state = State.SERVED if entry.was_ready else State.RESUMED
+        state = State.EVICTED if entry.evicted else state
         version = cls(
             entry.pinned,
             entry.created,
@@ -167,6 +177,8 @@ class VersionRecord:
             owner=entry.owner,
             homes=entry.homes,
             holders=entry.holders,
+            load_s=entry.load_s,
+            evictions=int(entry.evicted),
         )
         if entry.log is not None:
             version.log = SealedGroups(entry.log.log_id, entry.log.groups)
@@ -232,6 +244,8 @@ class VersionRecord:
                 owner=self.owner,
                 homes=self.homes,
                 holders=self.holders,
+                evicted=self.state.is_evicted,
+                load_s=self.load_s,
             )
         except CatalogueLostError:
             raise
@@ -262,14 +276,20 @@ class VersionRecord:
         if not group:
             return False
         longer = self.log.extended(group)
-        sealed = {index: self.sealed[index] for each in longer.groups for index in each}
-        written = CatalogueLog(longer.log_id, self.attempt, longer.groups, sealed)
+        if not self._write_log(longer, catalogue):
+            return False
+        self.log = longer
+        return True
+
+    def _write_log(self, log: SealedGroups, catalogue: Catalogue) -> bool:
+        """Writes a log for this attempt; returns whether it could."""
+        sealed = {index: self.sealed[index] for each in log.groups for index in each}
+        written = CatalogueLog(log.log_id, self.attempt, log.groups, sealed)
         try:
             catalogue.write_log(self.pinned.key, written)
         except OSError as error:
             logger.error("log of a load not written reason=%s", error.strerror)
             return False
-        self.log = longer
         return True
 
     def log_message(self) -> pb.LoadLog:
@@ -423,8 +443,13 @@ class VersionRecord:
         )
 
     def is_current(self, actual: pb.ActualDataset) -> bool:
-        """Whether a report is about this attempt. A restarted node reports no attempt."""
-        return not actual.HasField("attempt") or actual.attempt == self.attempt
+        """Whether a report is about this attempt.
+
+        A restarted node reports none. It may just have been told to remove an evicted version.
+        """
+        if actual.HasField("attempt"):
+            return actual.attempt == self.attempt
+        return not self.evictions
 
     def fail(self, error: CacheError) -> None:
         """Marks the version as failed. The first failure stays."""
@@ -433,6 +458,31 @@ class VersionRecord:
             self.release()
             logger.error("dataset failed reason=%s", error)
         self.advance(Step.FAIL)
+
+    def evict(self, catalogue: Catalogue) -> None:
+        """Takes it to `State.EVICTED`. Reports of its shards do not count any more.
+
+        Raises:
+            LoadError: the catalogue cannot be written. Then nothing has changed.
+        """
+        evicted = TRANSITIONS[self.state, Step.EVICT]
+        replace(self, state=evicted, attempt=self.attempt + 1).save(catalogue)
+        self.attempt, self.evictions = self.attempt + 1, self.evictions + 1
+        self.waiting.clear()
+        self.contradicted.clear()
+        self.ended = EndedNodes()
+        self._write_log(self.log, catalogue)  # it counts for this attempt only
+        self.advance(Step.EVICT)
+
+    def recall(self, catalogue: Catalogue) -> None:
+        """Takes it back to `State.SERVED`; nodes load its shards again.
+
+        Raises:
+            LoadError: the catalogue cannot be written. Then nothing has changed.
+        """
+        replace(self, state=TRANSITIONS[self.state, Step.RECALL]).save(catalogue)
+        self.recall_error = None
+        self.advance(Step.RECALL)
 
     def advance(self, step: Step) -> None:
         """Takes a step of `TRANSITIONS`."""
@@ -452,6 +502,18 @@ class VersionRecord:
         if self.complete_at is None:
             self.complete_at = heard
         return all(number > self.complete_at for number in last_heard)
+
+    def note_load_time(self, elapsed_s: float) -> None:
+        """Notes how long all of its shards take to load, by those that this load did not share."""
+        shards = self.pinned.shards or ()
+        sizes = [max(1, shard.estimated_bytes) for shard in shards]
+        new = sum(num for i, num in enumerate(sizes) if i not in self.reused)
+        self.load_s = elapsed_s * sum(sizes) / new if new else elapsed_s
+
+    def is_wanted_since(self, time_s: float) -> bool:
+        """Whether it was read, or a load of it was asked for or ended, after a time."""
+        times = [at for at in (self.last_used, self.wanted_at) if at is not None]
+        return max(times, default=-math.inf) > time_s
 
     def is_read_since(self, time_s: float) -> bool:
         """Whether it was served, and read after a time."""

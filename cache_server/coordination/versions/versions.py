@@ -153,6 +153,7 @@ class Versions(dict[VersionKey, VersionRecord]):
             for key, version in self.items()
             if key.dataset == dataset
             and version.state.was_served
+            and not version.state.is_evicted
             and version.may_be_read(given, owner)
         ]
         return sorted(readable, key=lambda version: version.created, reverse=True)

@@ -80,6 +80,8 @@ class _DatasetStateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._E
     DATASET_STATE_FAILED: _DatasetState.ValueType  # 3
     DATASET_STATE_UNAVAILABLE: _DatasetState.ValueType  # 4
     """Rows that were written lie only on nodes that are away. It is ready when they are back."""
+    DATASET_STATE_EVICTED: _DatasetState.ValueType  # 5
+    """It gave its room to others. It loads again when it is read."""
 
 class DatasetState(_DatasetState, metaclass=_DatasetStateEnumTypeWrapper): ...
 
@@ -89,6 +91,8 @@ DATASET_STATE_READY: DatasetState.ValueType  # 2
 DATASET_STATE_FAILED: DatasetState.ValueType  # 3
 DATASET_STATE_UNAVAILABLE: DatasetState.ValueType  # 4
 """Rows that were written lie only on nodes that are away. It is ready when they are back."""
+DATASET_STATE_EVICTED: DatasetState.ValueType  # 5
+"""It gave its room to others. It loads again when it is read."""
 Global___DatasetState: typing_extensions.TypeAlias = DatasetState
 
 class _PassEnd:
@@ -472,6 +476,10 @@ class DatasetInfo(google.protobuf.message.Message):
     TAG_FIELD_NUMBER: builtins.int
     LOG_FIELD_NUMBER: builtins.int
     AWAITED_FIELD_NUMBER: builtins.int
+    PINNED_FIELD_NUMBER: builtins.int
+    PRIORITY_FIELD_NUMBER: builtins.int
+    LAST_READ_S_FIELD_NUMBER: builtins.int
+    LOAD_S_FIELD_NUMBER: builtins.int
     fingerprint: builtins.str
     state: Global___DatasetState.ValueType
     num_rows: builtins.int
@@ -483,6 +491,16 @@ class DatasetInfo(google.protobuf.message.Message):
     lease_s: builtins.float
     tag: builtins.str
     """a hash of the rest, before it has the name that a viewer sees"""
+    pinned: builtins.bool
+    """Where datasets are listed or described, not where rows are read:
+    it is never evicted
+    """
+    priority: builtins.int
+    """those of lower priority are evicted first"""
+    last_read_s: builtins.float
+    """clock of the coordinator, since 1970"""
+    load_s: builtins.float
+    """that its load took; 0: unknown"""
     @property
     def spec(self) -> Global___DatasetSpec: ...
     @property
@@ -495,7 +513,7 @@ class DatasetInfo(google.protobuf.message.Message):
     def progress(self) -> Global___LoadProgress: ...
     @property
     def error(self) -> Global___Error:
-        """set when failed or unavailable"""
+        """set when failed or unavailable, or when evicted and it cannot load again now"""
 
     @property
     def nulls(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
@@ -530,9 +548,14 @@ class DatasetInfo(google.protobuf.message.Message):
         tag: builtins.str = ...,
         log: Global___LoadLog | None = ...,
         awaited: collections.abc.Iterable[builtins.str] | None = ...,
+        pinned: builtins.bool = ...,
+        priority: builtins.int = ...,
+        last_read_s: builtins.float | None = ...,
+        load_s: builtins.float = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["error", b"error", "log", b"log", "progress", b"progress", "spec", b"spec"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["awaited", b"awaited", "error", b"error", "fingerprint", b"fingerprint", "lease_s", b"lease_s", "log", b"log", "nodes", b"nodes", "notes", b"notes", "nulls", b"nulls", "num_bytes", b"num_bytes", "num_rows", b"num_rows", "progress", b"progress", "schema", b"schema", "shards", b"shards", "spec", b"spec", "state", b"state", "tag", b"tag"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_last_read_s", b"_last_read_s", "error", b"error", "last_read_s", b"last_read_s", "log", b"log", "progress", b"progress", "spec", b"spec"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_last_read_s", b"_last_read_s", "awaited", b"awaited", "error", b"error", "fingerprint", b"fingerprint", "last_read_s", b"last_read_s", "lease_s", b"lease_s", "load_s", b"load_s", "log", b"log", "nodes", b"nodes", "notes", b"notes", "nulls", b"nulls", "num_bytes", b"num_bytes", "num_rows", b"num_rows", "pinned", b"pinned", "priority", b"priority", "progress", b"progress", "schema", b"schema", "shards", b"shards", "spec", b"spec", "state", b"state", "tag", b"tag"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_last_read_s", b"_last_read_s"]) -> typing.Literal["last_read_s"] | None: ...
 
 Global___DatasetInfo: typing_extensions.TypeAlias = DatasetInfo
 
@@ -1244,6 +1267,9 @@ class LoadForecast(google.protobuf.message.Message):
     NULLS_FIELD_NUMBER: builtins.int
     SHARDS_REUSED_FIELD_NUMBER: builtins.int
     REFUSAL_FIELD_NUMBER: builtins.int
+    EVICTS_FIELD_NUMBER: builtins.int
+    EVICTS_DATASETS_FIELD_NUMBER: builtins.int
+    EVICTS_BYTES_FIELD_NUMBER: builtins.int
     fingerprint: builtins.str
     schema: builtins.bytes
     """of the logical columns"""
@@ -1276,6 +1302,10 @@ class LoadForecast(google.protobuf.message.Message):
     """of num_shards: those that the cache has already; not in load_s"""
     refusal: builtins.str
     """why the load would be refused now, by these nodes; empty: it would not"""
+    evicts_datasets: builtins.int
+    """how many"""
+    evicts_bytes: builtins.int
+    """of all their replicas"""
     @property
     def spec(self) -> Global___DatasetSpec: ...
     @property
@@ -1291,6 +1321,10 @@ class LoadForecast(google.protobuf.message.Message):
     @property
     def nulls(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
         """see DatasetInfo; before any filter, where statistics tell them"""
+
+    @property
+    def evicts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """datasets that it would evict, of those that the caller sees"""
 
     def __init__(
         self,
@@ -1317,9 +1351,12 @@ class LoadForecast(google.protobuf.message.Message):
         nulls: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
         shards_reused: builtins.int = ...,
         refusal: builtins.str = ...,
+        evicts: collections.abc.Iterable[builtins.str] | None = ...,
+        evicts_datasets: builtins.int = ...,
+        evicts_bytes: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_load_s", b"_load_s", "_num_rows", b"_num_rows", "load_s", b"load_s", "num_rows", b"num_rows", "spec", b"spec"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_load_s", b"_load_s", "_num_rows", b"_num_rows", "fingerprint", b"fingerprint", "guessed_columns", b"guessed_columns", "largest_shard_bytes", b"largest_shard_bytes", "load_memory_bytes", b"load_memory_bytes", "load_s", b"load_s", "makes_rows", b"makes_rows", "memory_limit_bytes", b"memory_limit_bytes", "node_bytes", b"node_bytes", "nodes_needed", b"nodes_needed", "nulls", b"nulls", "num_bytes", b"num_bytes", "num_rows", b"num_rows", "num_shards", b"num_shards", "ordered", b"ordered", "refusal", b"refusal", "rows_exact", b"rows_exact", "schema", b"schema", "shards_reused", b"shards_reused", "spec", b"spec", "tables", b"tables", "whole", b"whole", "why", b"why"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_load_s", b"_load_s", "_num_rows", b"_num_rows", "evicts", b"evicts", "evicts_bytes", b"evicts_bytes", "evicts_datasets", b"evicts_datasets", "fingerprint", b"fingerprint", "guessed_columns", b"guessed_columns", "largest_shard_bytes", b"largest_shard_bytes", "load_memory_bytes", b"load_memory_bytes", "load_s", b"load_s", "makes_rows", b"makes_rows", "memory_limit_bytes", b"memory_limit_bytes", "node_bytes", b"node_bytes", "nodes_needed", b"nodes_needed", "nulls", b"nulls", "num_bytes", b"num_bytes", "num_rows", b"num_rows", "num_shards", b"num_shards", "ordered", b"ordered", "refusal", b"refusal", "rows_exact", b"rows_exact", "schema", b"schema", "shards_reused", b"shards_reused", "spec", b"spec", "tables", b"tables", "whole", b"whole", "why", b"why"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_load_s", b"_load_s"]) -> typing.Literal["load_s"] | None: ...
     @typing.overload
@@ -1479,8 +1516,11 @@ class ListDatasetsRequest(google.protobuf.message.Message):
 
     VIEWER_FIELD_NUMBER: builtins.int
     ORPHANS_FIELD_NUMBER: builtins.int
+    SHARES_FIELD_NUMBER: builtins.int
     orphans: builtins.bool
     """these instead of datasets"""
+    shares: builtins.bool
+    """likewise"""
     @property
     def viewer(self) -> Global___Viewer: ...
     def __init__(
@@ -1488,9 +1528,10 @@ class ListDatasetsRequest(google.protobuf.message.Message):
         *,
         viewer: Global___Viewer | None = ...,
         orphans: builtins.bool = ...,
+        shares: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["viewer", b"viewer"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["orphans", b"orphans", "viewer", b"viewer"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["orphans", b"orphans", "shares", b"shares", "viewer", b"viewer"]) -> None: ...
 
 Global___ListDatasetsRequest: typing_extensions.TypeAlias = ListDatasetsRequest
 
@@ -1500,19 +1541,100 @@ class ListDatasetsResponse(google.protobuf.message.Message):
 
     DATASETS_FIELD_NUMBER: builtins.int
     ORPHANS_FIELD_NUMBER: builtins.int
+    SHARES_FIELD_NUMBER: builtins.int
     @property
     def datasets(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___DatasetInfo]: ...
     @property
     def orphans(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Orphan]: ...
+    @property
+    def shares(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___NamespaceShare]:
+        """of the namespaces that the caller sees, by name"""
+
     def __init__(
         self,
         *,
         datasets: collections.abc.Iterable[Global___DatasetInfo] | None = ...,
         orphans: collections.abc.Iterable[Global___Orphan] | None = ...,
+        shares: collections.abc.Iterable[Global___NamespaceShare] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["datasets", b"datasets", "orphans", b"orphans"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["datasets", b"datasets", "orphans", b"orphans", "shares", b"shares"]) -> None: ...
 
 Global___ListDatasetsResponse: typing_extensions.TypeAlias = ListDatasetsResponse
+
+@typing.final
+class NamespaceShare(google.protobuf.message.Message):
+    """What a namespace holds of the cache, and may hold."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAMESPACE_FIELD_NUMBER: builtins.int
+    NUM_BYTES_FIELD_NUMBER: builtins.int
+    GUARANTEED_BYTES_FIELD_NUMBER: builtins.int
+    LARGEST_BYTES_FIELD_NUMBER: builtins.int
+    namespace: builtins.str
+    num_bytes: builtins.int
+    """of all replicas of its datasets"""
+    guaranteed_bytes: builtins.int
+    """others evict nothing of it while it has no more"""
+    largest_bytes: builtins.int
+    def __init__(
+        self,
+        *,
+        namespace: builtins.str = ...,
+        num_bytes: builtins.int = ...,
+        guaranteed_bytes: builtins.int = ...,
+        largest_bytes: builtins.int | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_largest_bytes", b"_largest_bytes", "largest_bytes", b"largest_bytes"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_largest_bytes", b"_largest_bytes", "guaranteed_bytes", b"guaranteed_bytes", "largest_bytes", b"largest_bytes", "namespace", b"namespace", "num_bytes", b"num_bytes"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_largest_bytes", b"_largest_bytes"]) -> typing.Literal["largest_bytes"] | None: ...
+
+Global___NamespaceShare: typing_extensions.TypeAlias = NamespaceShare
+
+@typing.final
+class KeepDatasetRequest(google.protobuf.message.Message):
+    """Changes what is said of a dataset; what is not set stays."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    PINNED_FIELD_NUMBER: builtins.int
+    PRIORITY_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    pinned: builtins.bool
+    priority: builtins.int
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        pinned: builtins.bool | None = ...,
+        priority: builtins.int | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_pinned", b"_pinned", "_priority", b"_priority", "pinned", b"pinned", "priority", b"priority"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_pinned", b"_pinned", "_priority", b"_priority", "name", b"name", "pinned", b"pinned", "priority", b"priority"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_pinned", b"_pinned"]) -> typing.Literal["pinned"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_priority", b"_priority"]) -> typing.Literal["priority"] | None: ...
+
+Global___KeepDatasetRequest: typing_extensions.TypeAlias = KeepDatasetRequest
+
+@typing.final
+class KeepDatasetResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DATASET_FIELD_NUMBER: builtins.int
+    @property
+    def dataset(self) -> Global___DatasetInfo: ...
+    def __init__(
+        self,
+        *,
+        dataset: Global___DatasetInfo | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["dataset", b"dataset"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["dataset", b"dataset"]) -> None: ...
+
+Global___KeepDatasetResponse: typing_extensions.TypeAlias = KeepDatasetResponse
 
 @typing.final
 class Orphan(google.protobuf.message.Message):
@@ -2195,6 +2317,7 @@ class HeartbeatRequest(google.protobuf.message.Message):
     REPORT_FIELD_NUMBER: builtins.int
     SINCE_FIELD_NUMBER: builtins.int
     ANSWER_FIELD_NUMBER: builtins.int
+    LACKS_FIELD_NUMBER: builtins.int
     report: builtins.int
     """number of this report; grows in a process. 0: it is not numbered"""
     since: builtins.int
@@ -2209,6 +2332,10 @@ class HeartbeatRequest(google.protobuf.message.Message):
     def reports(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ReaderReport]:
         """that readers sent to this node since its last heartbeat"""
 
+    @property
+    def lacks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Lack]:
+        """room that loads and puts of the node wait for"""
+
     def __init__(
         self,
         *,
@@ -2218,11 +2345,32 @@ class HeartbeatRequest(google.protobuf.message.Message):
         report: builtins.int = ...,
         since: builtins.int = ...,
         answer: builtins.int = ...,
+        lacks: collections.abc.Iterable[Global___Lack] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["node", b"node"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["answer", b"answer", "datasets", b"datasets", "node", b"node", "report", b"report", "reports", b"reports", "since", b"since"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["answer", b"answer", "datasets", b"datasets", "lacks", b"lacks", "node", b"node", "report", b"report", "reports", b"reports", "since", b"since"]) -> None: ...
 
 Global___HeartbeatRequest: typing_extensions.TypeAlias = HeartbeatRequest
+
+@typing.final
+class Lack(google.protobuf.message.Message):
+    """Bytes that a node has no room for."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DATASET_FIELD_NUMBER: builtins.int
+    NUM_BYTES_FIELD_NUMBER: builtins.int
+    dataset: builtins.str
+    num_bytes: builtins.int
+    def __init__(
+        self,
+        *,
+        dataset: builtins.str = ...,
+        num_bytes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["dataset", b"dataset", "num_bytes", b"num_bytes"]) -> None: ...
+
+Global___Lack: typing_extensions.TypeAlias = Lack
 
 @typing.final
 class HeartbeatResponse(google.protobuf.message.Message):
@@ -2242,6 +2390,7 @@ class HeartbeatResponse(google.protobuf.message.Message):
     GONE_FIELD_NUMBER: builtins.int
     ORPHANS_FIELD_NUMBER: builtins.int
     DRAIN_FIELD_NUMBER: builtins.int
+    NO_ROOM_FIELD_NUMBER: builtins.int
     interval_s: builtins.float
     """until the next heartbeat, if nothing changes before"""
     room_may_come: builtins.bool
@@ -2284,6 +2433,10 @@ class HeartbeatResponse(google.protobuf.message.Message):
     def drain(self) -> Global___Drain:
         """of this node; not set: it is not drained"""
 
+    @property
+    def no_room(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """One for each of "lacks", in their order: why there is no room; empty: this answer makes it."""
+
     def __init__(
         self,
         *,
@@ -2301,9 +2454,10 @@ class HeartbeatResponse(google.protobuf.message.Message):
         gone: collections.abc.Iterable[Global___VersionName] | None = ...,
         orphans: collections.abc.Iterable[Global___VersionName] | None = ...,
         drain: Global___Drain | None = ...,
+        no_room: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["coordinator", b"coordinator", "drain", b"drain"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["answer", b"answer", "coordinator", b"coordinator", "datasets", b"datasets", "disagreements", b"disagreements", "drain", b"drain", "gone", b"gone", "interval_s", b"interval_s", "kept", b"kept", "orphans", b"orphans", "report", b"report", "resend", b"resend", "room_may_come", b"room_may_come", "unchanged", b"unchanged", "writes", b"writes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["answer", b"answer", "coordinator", b"coordinator", "datasets", b"datasets", "disagreements", b"disagreements", "drain", b"drain", "gone", b"gone", "interval_s", b"interval_s", "kept", b"kept", "no_room", b"no_room", "orphans", b"orphans", "report", b"report", "resend", b"resend", "room_may_come", b"room_may_come", "unchanged", b"unchanged", "writes", b"writes"]) -> None: ...
 
 Global___HeartbeatResponse: typing_extensions.TypeAlias = HeartbeatResponse
 
@@ -3215,6 +3369,8 @@ class CatalogueEntry(google.protobuf.message.Message):
     FAILURE_FIELD_NUMBER: builtins.int
     OWNER_FIELD_NUMBER: builtins.int
     HOLDERS_FIELD_NUMBER: builtins.int
+    EVICTED_FIELD_NUMBER: builtins.int
+    LOAD_S_FIELD_NUMBER: builtins.int
     keeps_every_row: builtins.bool
     created: builtins.int
     """grows with each request: the largest is the newest version"""
@@ -3223,6 +3379,10 @@ class CatalogueEntry(google.protobuf.message.Message):
     """of the entry; if larger than known, a newer release wrote it"""
     owner: builtins.str
     """the principal that asked for the load"""
+    evicted: builtins.bool
+    """it was ready, and has no shards until it is read"""
+    load_s: builtins.float
+    """that its load took; 0: unknown"""
     @property
     def spec(self) -> Global___DatasetSpec: ...
     @property
@@ -3255,9 +3415,11 @@ class CatalogueEntry(google.protobuf.message.Message):
         failure: Global___Error | None = ...,
         owner: builtins.str = ...,
         holders: collections.abc.Iterable[builtins.str] | None = ...,
+        evicted: builtins.bool = ...,
+        load_s: builtins.float = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["failure", b"failure", "plan", b"plan", "spec", b"spec"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["created", b"created", "failure", b"failure", "format", b"format", "holders", b"holders", "keeps_every_row", b"keeps_every_row", "owner", b"owner", "plan", b"plan", "sealed", b"sealed", "shards", b"shards", "spec", b"spec", "was_ready", b"was_ready"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["created", b"created", "evicted", b"evicted", "failure", b"failure", "format", b"format", "holders", b"holders", "keeps_every_row", b"keeps_every_row", "load_s", b"load_s", "owner", b"owner", "plan", b"plan", "sealed", b"sealed", "shards", b"shards", "spec", b"spec", "was_ready", b"was_ready"]) -> None: ...
 
 Global___CatalogueEntry: typing_extensions.TypeAlias = CatalogueEntry
 

@@ -69,6 +69,11 @@ class CoordinatorStub(object):
                 request_serializer=cache__protocol_dot_v1_dot_cache__pb2.DeleteDatasetRequest.SerializeToString,
                 response_deserializer=cache__protocol_dot_v1_dot_cache__pb2.DeleteDatasetResponse.FromString,
                 _registered_method=True)
+        self.KeepDataset = channel.unary_unary(
+                '/cache.v1.Coordinator/KeepDataset',
+                request_serializer=cache__protocol_dot_v1_dot_cache__pb2.KeepDatasetRequest.SerializeToString,
+                response_deserializer=cache__protocol_dot_v1_dot_cache__pb2.KeepDatasetResponse.FromString,
+                _registered_method=True)
         self.BeginWrite = channel.unary_unary(
                 '/cache.v1.Coordinator/BeginWrite',
                 request_serializer=cache__protocol_dot_v1_dot_cache__pb2.BeginWriteRequest.SerializeToString,
@@ -155,6 +160,13 @@ class CoordinatorServicer(object):
 
     def DeleteDataset(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def KeepDataset(self, request, context):
+        """Pins a dataset, or sets its priority, for every version of it.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -252,6 +264,11 @@ def add_CoordinatorServicer_to_server(servicer, server):
                     servicer.DeleteDataset,
                     request_deserializer=cache__protocol_dot_v1_dot_cache__pb2.DeleteDatasetRequest.FromString,
                     response_serializer=cache__protocol_dot_v1_dot_cache__pb2.DeleteDatasetResponse.SerializeToString,
+            ),
+            'KeepDataset': grpc.unary_unary_rpc_method_handler(
+                    servicer.KeepDataset,
+                    request_deserializer=cache__protocol_dot_v1_dot_cache__pb2.KeepDatasetRequest.FromString,
+                    response_serializer=cache__protocol_dot_v1_dot_cache__pb2.KeepDatasetResponse.SerializeToString,
             ),
             'BeginWrite': grpc.unary_unary_rpc_method_handler(
                     servicer.BeginWrite,
@@ -460,6 +477,33 @@ class Coordinator(object):
             '/cache.v1.Coordinator/DeleteDataset',
             cache__protocol_dot_v1_dot_cache__pb2.DeleteDatasetRequest.SerializeToString,
             cache__protocol_dot_v1_dot_cache__pb2.DeleteDatasetResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def KeepDataset(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/cache.v1.Coordinator/KeepDataset',
+            cache__protocol_dot_v1_dot_cache__pb2.KeepDatasetRequest.SerializeToString,
+            cache__protocol_dot_v1_dot_cache__pb2.KeepDatasetResponse.FromString,
             options,
             channel_credentials,
             insecure,

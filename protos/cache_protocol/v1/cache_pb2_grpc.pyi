@@ -125,6 +125,22 @@ _CoordinatorDeleteDatasetType = typing_extensions.TypeVar(
     ],
 )
 
+_CoordinatorKeepDatasetType = typing_extensions.TypeVar(
+    '_CoordinatorKeepDatasetType',
+    grpc.UnaryUnaryMultiCallable[
+        cache_protocol.v1.cache_pb2.KeepDatasetRequest,
+        cache_protocol.v1.cache_pb2.KeepDatasetResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        cache_protocol.v1.cache_pb2.KeepDatasetRequest,
+        cache_protocol.v1.cache_pb2.KeepDatasetResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        cache_protocol.v1.cache_pb2.KeepDatasetRequest,
+        cache_protocol.v1.cache_pb2.KeepDatasetResponse,
+    ],
+)
+
 _CoordinatorBeginWriteType = typing_extensions.TypeVar(
     '_CoordinatorBeginWriteType',
     grpc.UnaryUnaryMultiCallable[
@@ -269,7 +285,7 @@ _CoordinatorHeartbeatType = typing_extensions.TypeVar(
     ],
 )
 
-class CoordinatorStub(typing.Generic[_CoordinatorCreateDatasetType, _CoordinatorPlanDatasetType, _CoordinatorGetDatasetType, _CoordinatorWatchDatasetType, _CoordinatorListDatasetsType, _CoordinatorDeleteDatasetType, _CoordinatorBeginWriteType, _CoordinatorCommitWriteType, _CoordinatorAbortWriteType, _CoordinatorGetWriteSchemaType, _CoordinatorListNodesType, _CoordinatorDrainNodeType, _CoordinatorUndrainNodeType, _CoordinatorListJobsType, _CoordinatorHeartbeatType]):
+class CoordinatorStub(typing.Generic[_CoordinatorCreateDatasetType, _CoordinatorPlanDatasetType, _CoordinatorGetDatasetType, _CoordinatorWatchDatasetType, _CoordinatorListDatasetsType, _CoordinatorDeleteDatasetType, _CoordinatorKeepDatasetType, _CoordinatorBeginWriteType, _CoordinatorCommitWriteType, _CoordinatorAbortWriteType, _CoordinatorGetWriteSchemaType, _CoordinatorListNodesType, _CoordinatorDrainNodeType, _CoordinatorUndrainNodeType, _CoordinatorListJobsType, _CoordinatorHeartbeatType]):
     @typing.overload
     def __init__(self: CoordinatorStub[
         grpc.UnaryUnaryMultiCallable[
@@ -295,6 +311,10 @@ class CoordinatorStub(typing.Generic[_CoordinatorCreateDatasetType, _Coordinator
         grpc.UnaryUnaryMultiCallable[
             cache_protocol.v1.cache_pb2.DeleteDatasetRequest,
             cache_protocol.v1.cache_pb2.DeleteDatasetResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            cache_protocol.v1.cache_pb2.KeepDatasetRequest,
+            cache_protocol.v1.cache_pb2.KeepDatasetResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             cache_protocol.v1.cache_pb2.BeginWriteRequest,
@@ -361,6 +381,10 @@ class CoordinatorStub(typing.Generic[_CoordinatorCreateDatasetType, _Coordinator
             cache_protocol.v1.cache_pb2.DeleteDatasetResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
+            cache_protocol.v1.cache_pb2.KeepDatasetRequest,
+            cache_protocol.v1.cache_pb2.KeepDatasetResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
             cache_protocol.v1.cache_pb2.BeginWriteRequest,
             cache_protocol.v1.cache_pb2.BeginWriteResponse,
         ],
@@ -415,6 +439,9 @@ class CoordinatorStub(typing.Generic[_CoordinatorCreateDatasetType, _Coordinator
 
     DeleteDataset: _CoordinatorDeleteDatasetType
 
+    KeepDataset: _CoordinatorKeepDatasetType
+    """Pins a dataset, or sets its priority, for every version of it."""
+
     BeginWrite: _CoordinatorBeginWriteType
 
     CommitWrite: _CoordinatorCommitWriteType
@@ -466,6 +493,10 @@ CoordinatorAsyncStub: typing_extensions.TypeAlias = CoordinatorStub[
     grpc.aio.UnaryUnaryMultiCallable[
         cache_protocol.v1.cache_pb2.DeleteDatasetRequest,
         cache_protocol.v1.cache_pb2.DeleteDatasetResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        cache_protocol.v1.cache_pb2.KeepDatasetRequest,
+        cache_protocol.v1.cache_pb2.KeepDatasetResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         cache_protocol.v1.cache_pb2.BeginWriteRequest,
@@ -552,6 +583,14 @@ class CoordinatorServicer(metaclass=abc.ABCMeta):
         request: cache_protocol.v1.cache_pb2.DeleteDatasetRequest,
         context: _ServicerContext,
     ) -> typing.Union[cache_protocol.v1.cache_pb2.DeleteDatasetResponse, collections.abc.Awaitable[cache_protocol.v1.cache_pb2.DeleteDatasetResponse]]: ...
+
+    @abc.abstractmethod
+    def KeepDataset(
+        self,
+        request: cache_protocol.v1.cache_pb2.KeepDatasetRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[cache_protocol.v1.cache_pb2.KeepDatasetResponse, collections.abc.Awaitable[cache_protocol.v1.cache_pb2.KeepDatasetResponse]]:
+        """Pins a dataset, or sets its priority, for every version of it."""
 
     @abc.abstractmethod
     def BeginWrite(

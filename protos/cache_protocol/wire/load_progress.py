@@ -23,6 +23,7 @@ STATE_NAMES: dict[int, str] = {
     pb.DATASET_STATE_READY: "ready",
     pb.DATASET_STATE_FAILED: "failed",
     pb.DATASET_STATE_UNAVAILABLE: "unavailable",
+    pb.DATASET_STATE_EVICTED: "evicted",
 }
 
 

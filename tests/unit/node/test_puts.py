@@ -26,6 +26,7 @@ from cache_server.node import puts as puts_module
 from cache_server.node.desired import OpenWrite
 from cache_server.node.load_memory import LoadMemory
 from cache_server.node.puts import PutMessage, Puts
+from cache_server.node.room_requests import RoomAnswer
 from cache_server.node.write_schemas import WriteSchemas
 from cache_server.shards import draft
 from cache_server.shards.store import ShardStore
@@ -46,7 +47,15 @@ class Harness:
         self.memory = LoadMemory(container_bytes, lambda: 0)
         self.schema, self.fetched = SCHEMA, 0
         schemas = WriteSchemas(self.fetch)
-        self.puts = Puts(store, self.memory, schemas, "node", self.beat, self.stop)
+        self.puts = Puts(
+            store,
+            self.memory,
+            schemas,
+            "node",
+            self.beat,
+            lambda *_: RoomAnswer("no dataset makes room"),
+            self.stop,
+        )
         self.beats = 0
         self.open()
 

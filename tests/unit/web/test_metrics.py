@@ -110,3 +110,17 @@ def test_a_coordinator_tells_which_nodes_are_drained_and_how_many_bytes_are_left
     states = {name[1]: found[name] for name in found if name[0] == "data_cache_nodes"}
     assert states == {"alive": 1, "draining": 2, "drained": 1, "lost": 1, "untrusted": 0}
     assert found["data_cache_drain_left_bytes",] == 77
+
+
+def test_a_coordinator_counts_what_it_evicted_and_an_evicted_dataset_has_no_bytes() -> None:
+    evicted = pb.DatasetInfo(
+        spec=pb.DatasetSpec(name="a"), state=pb.DATASET_STATE_EVICTED, num_bytes=40
+    )
+    cache = CacheStatus((), (evicted,), num_evicted=3, bytes_evicted=120)
+
+    found = samples(status(cache=cache))
+
+    assert found["data_cache_evictions_total",] == 3
+    assert found["data_cache_evicted_bytes_total",] == 120
+    assert found["data_cache_dataset_state", "a", "evicted"] == 1
+    assert found["data_cache_dataset_bytes", "a"] == 0

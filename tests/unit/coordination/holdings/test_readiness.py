@@ -153,7 +153,7 @@ def test_a_change_between_two_looks_is_told_at_once(
     node = FakeNode(coordinator, "one")
     info = coordinator.create(spec(source))
     monkeypatch.setattr(readers, "_WATCH_S", 60.0)
-    patient = readers.Readers(coordinator.state, 60.0, threading.Event())
+    patient = readers.Readers(coordinator.state, coordinator.evictions, 60.0, threading.Event())
     watch = patient.watch("table", info.fingerprint, lambda: True)
     next(watch)
     settle(node)  # while the watcher is busy

@@ -21,6 +21,7 @@ TABLE = {
     State.AWAITED: (WANTED, WANTED, WANTED, WANTED, KEPT),
     State.SERVED: (WANTED, WANTED, WANTED, WANTED, KEPT),
     State.UNAVAILABLE: (WANTED, WANTED, WANTED, WANTED, KEPT),
+    State.EVICTED: (KEPT, KEPT, KEPT, KEPT, KEPT),
     State.FAILING: (KEPT, KEPT, KEPT, KEPT, KEPT),
     State.FAILED: (KEPT, KEPT, KEPT, KEPT, KEPT),
 }
@@ -32,7 +33,8 @@ def test_every_state_on_every_node_after_every_event(
     state: State | None, holder: Holder, event: Event, has_source: bool
 ) -> None:
     expected = TABLE[state][[*Event].index(event)] if holder is Holder.PLACED else KEPT
-    if has_source and state is not None and state.has_failed and event is not Event.DAMAGED:
+    goes = state is not None and (state.has_failed or state is State.EVICTED)
+    if has_source and goes and event is not Event.DAMAGED:
         expected = GONE if holder is Holder.PLACED else KEPT
 
     assert fate_of(state, holder, event, has_source=has_source) is expected

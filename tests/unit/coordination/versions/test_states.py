@@ -16,15 +16,17 @@ from cache_server.coordination.versions.version_record import VersionRecord
 from tests.conftest import write_numbered
 from tests.fake_nodes import FakeNode, serving, settle, spec
 
-# From each state: after COMPLETE, FAIL, SAVE, LOSE, RETURN; None: that step never happens there.
+# From each state: after COMPLETE, FAIL, SAVE, LOSE, RETURN, EVICT, RECALL; None: that step never
+# happens there.
 TABLE = {
-    State.LOADING: (State.SERVED, State.FAILING, None, State.AWAITED, None),
-    State.RESUMED: (State.SERVED, State.FAILING, None, State.AWAITED, None),
-    State.AWAITED: (None, State.FAILING, None, None, State.LOADING),
-    State.SERVED: (None, State.FAILING, None, State.UNAVAILABLE, None),
-    State.UNAVAILABLE: (None, State.FAILING, None, None, State.SERVED),
-    State.FAILING: (None, State.FAILING, State.FAILED, None, None),
-    State.FAILED: (None, State.FAILED, None, None, None),
+    State.LOADING: (State.SERVED, State.FAILING, None, State.AWAITED, None, None, None),
+    State.RESUMED: (State.SERVED, State.FAILING, None, State.AWAITED, None, None, None),
+    State.AWAITED: (None, State.FAILING, None, None, State.LOADING, None, None),
+    State.SERVED: (None, State.FAILING, None, State.UNAVAILABLE, None, State.EVICTED, None),
+    State.UNAVAILABLE: (None, State.FAILING, None, None, State.SERVED, None, None),
+    State.EVICTED: (None, None, None, None, None, None, State.SERVED),
+    State.FAILING: (None, State.FAILING, State.FAILED, None, None, None, None),
+    State.FAILED: (None, State.FAILED, None, None, None, None, None),
 }
 
 
