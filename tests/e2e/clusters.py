@@ -50,12 +50,13 @@ class Cluster:
     """A cluster, as its administrator sees it. Thread-safe."""
 
     def __init__(self, kubeconfig: Path, storage_uri: str, logs: Path | None) -> None:
-        config.load_kube_config(str(kubeconfig))
+        api = config.new_client_from_config(str(kubeconfig))  # not the one that all share
         self.kubeconfig = kubeconfig
         self.storage_uri = storage_uri
         self._logs = logs
-        self.core = client.CoreV1Api()
-        self._dynamic = DynamicClient(client.ApiClient())
+        self.api = api
+        self.core = client.CoreV1Api(api)
+        self._dynamic = DynamicClient(api)
 
     def apply(self, *manifests: Json, namespace: str | None = None) -> None:
         """Server-side apply. A TrainJob waits until Trainer's cache has its new runtime."""
@@ -185,11 +186,16 @@ def unpack(folder: Path) -> Path:
 
 
 @contextmanager
-def control_plane(folder: Path, work: Path, storage_uri: str) -> Iterator[Cluster]:
-    """A control plane and a kubelet on this machine."""
-    unpacked = unpack(folder)
+def control_plane(
+    folder: Path, work: Path, storage_uri: str, programs: Path | None = None
+) -> Iterator[Cluster]:
+    """A control plane and a kubelet on this machine.
+
+    Args:
+        programs: in place of those of `unpack`.
+    """
     (work / "plane").mkdir()
-    (work / "plane/bin").symlink_to(unpacked)
+    (work / "plane/bin").symlink_to(programs or unpack(folder))
     with _program([sys.executable, str(folder / "control_plane.py"), str(work / "plane")]) as plane:
         kubeconfig = Path(json.loads(_first_line(plane))["kubeconfig"])
         logs = work / "logs"

@@ -50,7 +50,7 @@ def job_for(name: str, runtime: Json) -> Json:
 
 def assert_admitted(cluster: Cluster, namespace: str, jobset: Json) -> None:
     """The API server takes each Job of a JobSet, and pods of it under *restricted*."""
-    batch = client.BatchV1Api()
+    batch = client.BatchV1Api(cluster.api)
     claims = [
         {"name": each["metadata"]["name"], "persistentVolumeClaim": {"claimName": "claim"}}
         for policy in jobset["spec"].get("volumeClaimPolicies") or ()
@@ -146,7 +146,7 @@ def test_overrides_of_pods_that_zenml_writes_are_dropped(cluster: Cluster, names
     made = job_for("step", read(MANIFESTS / FLAGSHIP / "runtime.yaml"))
     del made["spec"]["initializer"]
     made["spec"]["podTemplateOverrides"] = [{"targetJobs": [{"name": "node"}], "spec": {}}]
-    client.CustomObjectsApi().create_namespaced_custom_object(
+    client.CustomObjectsApi(cluster.api).create_namespaced_custom_object(
         "trainer.kubeflow.org", "v1alpha1", namespace, "trainjobs", made
     )
     found = cluster.get("TrainJob", "step", namespace)
