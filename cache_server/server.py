@@ -220,7 +220,9 @@ class CacheServer:
         )
         self._web.start(status.seen_by, self._readiness.is_ready)
         if self._election is not None:
-            self._election.start(self._node.forget_coordinator)
+            # Names no coordinator until one answers: who asks for it asks again.
+            nobody = pb.CoordinatorEndpoints()
+            self._election.start(partial(setattr, self._node, "coordinator", nobody))
         elif own is not None:
             # The coordinator of this process answers at once. Then the node serves every call.
             self._node.wait_until_joined(_JOIN_TIMEOUT_S)

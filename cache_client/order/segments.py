@@ -85,7 +85,7 @@ class Stream:
 
     @property
     def lists(self) -> list[Listed]:
-        """Its lists, of which streams may share some."""
+        """Its lists; other streams may have the same ones."""
         rows = None if isinstance(self.rows, range) else self.rows
         return [each for each in (rows, self.out, self._ahead) if each is not None]
 

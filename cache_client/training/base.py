@@ -56,9 +56,7 @@ from cache_protocol.errors import (
 
 
 class RankBatches(Familiar, IterableDataset[Any]):
-    """The batches of one rank; base of `CacheIterableDataset` and `CacheMixture`.
-
-    Begins at the first row of epoch 0.
+    """The batches of one rank, from epoch 0 on; base of `CacheIterableDataset` and `CacheMixture`.
 
     Args:
         config: what was asked.
@@ -408,8 +406,8 @@ class RankBatches(Familiar, IterableDataset[Any]):
             ConfigError: ``num_batches`` is no integer of at least 0. Others as a pass does.
         """
         self._check_rank()
-        wanted = Pass(most_steps=count_of("num_batches", num_batches))
-        pass_ = self._place(wanted, self._cursor.planned())
+        most, start = count_of("num_batches", num_batches), self._cursor.planned()
+        pass_ = self._place(Pass(most_steps=most), start)
         return first_batches(pass_, self._config, self._opened, self._shared_counts)
 
     def _first_rows(self, num_rows: int) -> pa.RecordBatch:

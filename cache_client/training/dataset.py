@@ -184,7 +184,7 @@ class CacheIterableDataset(RankBatches):
             skip_steps=skip_steps,
         )
         super().__init__(config, open_version(config, epoch=None if version == "ready" else 0))
-        self._first_view = config.view
+        self._first_view: View | None = None  # that the program gave, if the job was amended
         self._history: tuple[AmendedPart, ...] = ()  # what the job read, if it was amended
         self._num_amended = 0
 
@@ -265,6 +265,7 @@ class CacheIterableDataset(RankBatches):
             history = (*history, told)
         now = AmendedPart(epoch, at, latest.shards.num_rows, text)
         history = (*(part for part in history if part[:2] < now[:2]), now)
+        self._first_view = self._first_view or self.view
         with self._keeping_version():
             self._opened = open_parts(config, epoch, history, latest, self._opened)
             self._config, self._history = config, history
@@ -286,6 +287,7 @@ class CacheIterableDataset(RankBatches):
             return  # is refused by name
         if state.dataset != self._opened.name or not (state.amended or self._history):
             return
+        self._first_view = self._first_view or self.view
         view = view_of_state(state.amended) if state.amended else self._first_view
         config = replace(self._config, view=view.with_columns_of(self.view))
         opened = open_version(config, fingerprint=state.fingerprint.partition("-")[0])

@@ -151,9 +151,9 @@ class Node:
         self._beats = threading.Condition()
         self._leaving = Leaving()
         self._begun = self._answered = 0  # heartbeats
-        schemas = WriteSchemas(link.write_schema)
+        schemas, room = WriteSchemas(link.write_schema), self._room.ask
         self._puts = Puts(
-            store, self._memory, schemas, description.id, self._beat, self._room.ask, self._stop
+            store, self._memory, schemas, description.id, self._beat, room, self._stop
         )
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self.coordinator = pb.CoordinatorEndpoints()
@@ -224,10 +224,6 @@ class Node:
     def wait_until_joined(self, timeout_s: float) -> bool:
         """Waits until the coordinator has answered once; returns whether it did."""
         return self._joined.wait(timeout_s)
-
-    def forget_coordinator(self) -> None:
-        """Names no coordinator until one answers: who asks for it asks again."""
-        self.coordinator = pb.CoordinatorEndpoints()
 
     def wake(self) -> None:
         """Sends the next heartbeat now."""

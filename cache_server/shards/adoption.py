@@ -23,7 +23,13 @@ from cache_protocol.storage.shard_files import (
 )
 from cache_server.shards import checked_names, manifest, state_files
 from cache_server.shards.checksums import file_digests
-from cache_server.shards.disk import NOT_THE_FILES_FAULT, remove_empty, remove_file, temporary_of
+from cache_server.shards.disk import (
+    NOT_THE_FILES_FAULT,
+    remove_empty,
+    remove_file,
+    replace_file,
+    temporary_of,
+)
 from cache_server.shards.version_key import VersionKey
 
 logger = logging.getLogger(__name__)
@@ -41,7 +47,7 @@ def check_format(cache_dir: Path) -> None:
     path, found = cache_dir / ".format.json", 0
     try:
         if path.exists():
-            content, _ = state_files.read(path)
+            content, _ = state_files.decode(path.read_bytes())
             found = int(content["format"])
     except (ArithmeticError, ValueError, TypeError, LookupError) as error:
         state_files.set_aside(path, error)
@@ -55,7 +61,7 @@ def check_format(cache_dir: Path) -> None:
         )
     if found < _FORMAT:
         try:
-            state_files.write(path, json.dumps({"format": _FORMAT}))
+            replace_file(path, state_files.encode(json.dumps({"format": _FORMAT})))
         except OSError as error:
             raise ConfigError(f"cannot write {path}: {error.strerror}") from None
 

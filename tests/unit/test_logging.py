@@ -46,6 +46,8 @@ def test_the_line_of_a_start_is_one_write_that_no_log_line_divides(
     monkeypatch.setattr(sys, "stdout", Unbuffered())
     _print_line("{}")
     assert list(filter(None, written)) == ["{}\n"]
+
+
 def test_a_line_of_json_has_the_message_and_the_error() -> None:
     record = logging.LogRecord("a.b", logging.ERROR, "", 0, "load of %s failed", ("t",), None)
     try:
