@@ -225,10 +225,10 @@ def _repeated(run: Callable[[], object]) -> float:
     """Nanoseconds of processor time of one run; the least of some repeats."""
     found = []
     for _ in range(_REPEATS):
-        runs, begun = 0, time.process_time()
-        while (used := time.process_time() - begun) < _LEAST_S:
+        runs, used, begun = 0, 0.0, time.process_time()
+        while used < _LEAST_S:
             run()
-            runs += 1
+            runs, used = runs + 1, time.process_time() - begun
         found.append(used / runs * 1e9)
     return min(found)
 

@@ -162,7 +162,7 @@ class Heartbeats:
         # A node that is not placed yet keeps what it has.
         is_placed = node_id in state.clusters.look().alive and not member.untrusted
         for version in state.versions.values() if is_placed else ():
-            if not (version.state.has_failed or version.state.is_evicted):
+            if version.state.is_held:
                 view = state.holdings(version)
                 if asked := view.loads(node_id):
                     version.ended.note_asked(node_id, asked)
@@ -174,7 +174,7 @@ class Heartbeats:
         others = [
             key
             for key in member.actual
-            if not is_placed or key not in state.versions or state.versions[key].state.has_failed
+            if not (is_placed and key in state.versions and state.versions[key].state.is_held)
         ]
         for key in sorted(others, key=attrgetter("dataset", "fingerprint")):
             name = pb.VersionName(dataset=key.dataset, fingerprint=key.fingerprint)

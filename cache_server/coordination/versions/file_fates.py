@@ -75,6 +75,6 @@ def fate_of(state: State | None, holder: Holder, event: Event, *, has_source: bo
         return Fate.KEPT
     if state is None:
         return Fate.GONE if event in _OVER else Fate.ORPHANED
-    if state.has_failed or state.is_evicted:
+    if not state.is_held:
         return Fate.GONE if has_source else Fate.KEPT
     return Fate.WANTED

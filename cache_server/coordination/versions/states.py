@@ -39,6 +39,11 @@ class State(Enum):
         return self in (State.SERVED, State.UNAVAILABLE, State.EVICTED)
 
     @property
+    def is_held(self) -> bool:
+        """Whether nodes are to hold its shards."""
+        return not (self.has_failed or self.is_evicted)
+
+    @property
     def is_evicted(self) -> bool:
         """Whether no node should have any of it."""
         return self is State.EVICTED
