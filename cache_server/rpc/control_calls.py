@@ -110,8 +110,8 @@ class _Checked:
                 setattr(self, name, getattr(handler, name))
 
     def __call__(self, request: bytes, *others: Any) -> Any:
-        """Calls the handler; the last argument is the context."""
-        context = others[-1]
+        """Calls the handler; the second argument is the context."""
+        context = others[0]
         try:
             if not is_open(self._verb):
                 caller = Caller(

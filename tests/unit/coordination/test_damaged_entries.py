@@ -188,7 +188,8 @@ def test_a_catalogue_of_a_newer_release_is_refused_and_left_as_it_is(
 ) -> None:
     content = json.loads(restarted.good)
     del content["sha256"]
-    state_files.write(restarted.path, json.dumps({**content, "format": 700, "newField": 3}))
+    newer = state_files.encode(json.dumps({**content, "format": 700, "newField": 3}))
+    restarted.path.write_text(newer)
     directory = restarted.directory / "catalogue"
     (directory / ".catalogue" / "other@0.json").write_bytes(b'{"format": 700, "damaged')
     before = {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
