@@ -393,7 +393,7 @@ def keep(
     timeout_s: TimeoutS = 30.0,
     as_json: AsJson = False,
 ) -> None:
-    """Pin a dataset, or set its priority, for when others need room."""
+    """Pin a dataset, or set its priority: what stays when full."""
     if pinned is None and priority is None:
         raise ConfigError("give --pinned, --not-pinned or --priority")
     client = client_of(endpoint, timeout_s=timeout_s)

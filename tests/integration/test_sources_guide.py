@@ -458,6 +458,10 @@ def refusals(root: Path) -> dict[str, dict[str, Any]]:
         "is of timestamp[s] by the first rows of the table": {"source": f"{root}/leap.csv"},
         "what follows would not be read": {"source": f"{root}/joined.arrow"},
         "column 'rooms' holds 1 null": {"source": f"{root}/nulls.parquet", "nulls": "refuse"},
+        "and meets a time of": {
+            "source": f"{root}/tokyo.parquet",
+            "sql": "SELECT * FROM source WHERE at > DATE '2024-01-01'",
+        },
         "Cast error": {
             "source": f"{root}/text.parquet",
             "sql": "SELECT CAST(a AS INT) AS a FROM source",
@@ -485,6 +489,8 @@ def test_what_the_page_says_is_refused_is_refused_with_these_words(
     pq.write_table(pa.table({"rooms": pa.array([1, None])}), lake.root / "nulls.parquet")
     (lake.root / "twice.csv").write_text("rooms,rooms\n1,2\n")
     pq.write_table(pa.table({"a": ["1", "x"]}), lake.root / "text.parquet")
+    tokyo = pa.array([0], pa.timestamp("us", "Asia/Tokyo"))
+    pq.write_table(pa.table({"at": tokyo}), lake.root / "tokyo.parquet")
     (lake.root / "login.csv").write_text("<html><body>Who are you?</body></html>")
     (lake.root / "houses.csv.gz").write_bytes(b"")
     (lake.root / "times.csv").write_text("at\n" + "2024-01-01\n" * 1000 + "2024-01-01T10:00\n")
