@@ -94,7 +94,8 @@ def test_a_node_with_an_address_is_the_same_after_it_lost_its_directory(tmp_path
 
 
 def test_shards_of_a_newer_release_are_refused_and_left_as_they_are(three_shards: Path) -> None:
-    state_files.write(three_shards / ".format.json", json.dumps({"format": 2}))
+    newer = state_files.encode(json.dumps({"format": 2}))
+    (three_shards / ".format.json").write_text(newer)
     (three_shards / ".node-id").write_text("of a newer form, too")
     before = {path: path.read_bytes() for path in three_shards.rglob("*") if path.is_file()}
 
@@ -111,7 +112,7 @@ def test_shards_without_a_format_are_adopted(three_shards: Path, content: bytes 
         path.write_bytes(content)
     with ShardStore(three_shards) as opened:
         assert indices(opened) == [0, 1, 2]
-    assert state_files.read(path) == ({"format": 1}, True)
+    assert state_files.decode(path.read_bytes()) == ({"format": 1}, True)
 
 
 # -- seal ------------------------------------------------------------------------------------------
