@@ -460,7 +460,7 @@ def refusals(root: Path) -> dict[str, dict[str, Any]]:
         "column 'rooms' holds 1 null": {"source": f"{root}/nulls.parquet", "nulls": "refuse"},
         "and meets a time of": {
             "source": f"{root}/tokyo.parquet",
-            "sql": "SELECT * FROM source WHERE at > DATE '2024-01-01'",
+            "sql": "SELECT * FROM source WHERE at > TIMESTAMP '2024-01-01'",
         },
         "Cast error": {
             "source": f"{root}/text.parquet",
