@@ -373,7 +373,7 @@ def change(streams: Sequence[Stream], before: Due, now: Due) -> Change:
     """
     if isinstance(before, range) and isinstance(now, range):
         return _with_short(streams, range(before.stop, now.stop))
-    rows, due = _changed(_counted(before), _counted(now))
+    rows, due = _changed(before, now)
     have = np.zeros(len(rows), np.int64)
     left: list[Int64Array] = []  # which row, stream, place
     for number, stream in enumerate(streams):
@@ -412,22 +412,31 @@ def _last_first(left: Int64Array) -> Int64Array:
     return left[:, np.lexsort((-left[2], -left[1], left[0]))]
 
 
-def _counted(due: Due) -> tuple[Int64Array, Int64Array]:
-    """The different rows, ascending, and how often each is due."""
+def are_distinct(due: Due) -> bool:
+    """Whether no row is due twice."""
+    return isinstance(due, range) or bool((due[1:] > due[:-1]).all())
+
+
+def _listed(due: Due) -> Int64Array:
     if isinstance(due, range):
-        return np.arange(due.start, due.stop, dtype=np.int64), np.ones(len(due), np.int64)
-    rows, counts = np.unique(due, return_counts=True)
-    return rows, counts.astype(np.int64)
+        return np.arange(due.start, due.stop, dtype=np.int64)
+    return due
 
 
-def _changed(
-    before: tuple[Int64Array, Int64Array], now: tuple[Int64Array, Int64Array]
-) -> tuple[Int64Array, Int64Array]:
+def _changed(before: Due, now: Due) -> tuple[Int64Array, Int64Array]:
     """The rows that are due another number of times, ascending, and how often they are due now."""
-    rows = np.union1d(before[0], now[0])
-    counts = [np.zeros(len(rows), np.int64) for _ in range(2)]
-    for count, (own, times) in zip(counts, (before, now), strict=True):
-        count[np.searchsorted(rows, own)] = times
+    was, due = _listed(before), _listed(now)
+    if are_distinct(before) and are_distinct(now):  # without counting all rows
+        lost, gained = was[~_in_sorted(was, due)], due[~_in_sorted(due, was)]
+        rows = np.concatenate([lost, gained])
+        order = np.argsort(rows)
+        return rows[order], (order >= len(lost)).astype(np.int64)
+    rows = np.union1d(was, due)
+    counts = []
+    for values in (was, due):
+        own, times = np.unique(values, return_counts=True)
+        counts.append(np.zeros(len(rows), np.int64))
+        counts[-1][np.searchsorted(rows, own)] = times
     differ = counts[0] != counts[1]
     return rows[differ], counts[1][differ]
 

@@ -16,7 +16,16 @@ import numpy as np
 
 from cache_client.order.order import EpochOrder
 from cache_client.order.permutation import Int64Array
-from cache_client.order.segments import Due, Segment, Stream, change, key_of, seed_of, segment
+from cache_client.order.segments import (
+    Due,
+    Segment,
+    Stream,
+    are_distinct,
+    change,
+    key_of,
+    seed_of,
+    segment,
+)
 from cache_client.views.shared_array import SharedArray
 from cache_client.views.view import Epochs, PlainView, Samples, Shuffle, SlotView, epoch_order
 
@@ -139,10 +148,6 @@ def _rows(view: SlotView, epoch: int) -> Int64Array:
     return view.samples(np.arange(view.num_slots(epoch), dtype=np.int64), epoch).row_ids
 
 
-def _are_distinct(due: Due) -> bool:
-    return isinstance(due, range) or bool((due[1:] > due[:-1]).all())
-
-
 def amended_view(
     epoch: int, shuffle: Shuffle, parts: Sequence[Part], before: SlotView | None = None
 ) -> AmendedView:
@@ -162,7 +167,7 @@ def amended_view(
     due = _due(parts[len(known) - 1].view, epoch) if known else range(0)
     for part in parts[len(known) :]:
         now = _due(part.view, epoch)
-        is_distinct = is_distinct and _are_distinct(now)
+        is_distinct = is_distinct and are_distinct(now)
         found.append(
             _next(found[-1], part, due, now, epoch, shuffle)
             if found
