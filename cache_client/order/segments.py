@@ -92,8 +92,11 @@ class Stream:
     def places(self, left: Int64Array) -> Int64Array:
         """The places of some of those that are left, counted from the first of them."""
         places: Int64Array = left + self.start
-        if self._ahead is not None:
-            places += np.searchsorted(self._ahead.values, left, side="right")
+        if self._ahead is not None and len(left):
+            # Those of a window are near each other, so a part of the list is searched.
+            ahead = self._ahead.values
+            first, last = np.searchsorted(ahead, [left.min(), left.max() + 1])
+            places += np.searchsorted(ahead[first:last], left, side="right") + first
         return places
 
     def row_ids(self, left: Int64Array) -> Int64Array:
@@ -231,6 +234,8 @@ class Segment:
 
     def row_ids(self, positions: Int64Array) -> Int64Array:
         """The rows of positions in ``[0, num_left)``, counted from the begin of the segment."""
+        if isinstance(self.mix, int):
+            return self.streams[self.mix].row_ids(positions)
         found = np.empty(len(positions), np.int64)
         pending: list[tuple[Any, Int64Array, Int64Array]] = []
         if len(positions):

@@ -110,6 +110,9 @@ class AmendedView:
         if epoch != self.epoch:
             slots = self.shuffle.order(self.latest, epoch).row_ids(slots)
             return self.latest.samples(slots, epoch)
+        last = self.segments[-1]
+        if len(slots) and slots.min() >= last.at:  # what training reads
+            return Samples(last.row_ids(slots - last.at))
         begins = np.array([each.at for each in self.segments])
         numbers = np.searchsorted(begins, slots, side="right") - 1
         rows = np.empty(len(slots), np.int64)
