@@ -220,9 +220,7 @@ class CacheServer:
         )
         self._web.start(status.seen_by, self._readiness.is_ready)
         if self._election is not None:
-            # Names no coordinator until one answers: who asks for it asks again.
-            nobody = pb.CoordinatorEndpoints()
-            self._election.start(partial(setattr, self._node, "coordinator", nobody))
+            self._election.start(self._forget_coordinator)
         elif own is not None:
             # The coordinator of this process answers at once. Then the node serves every call.
             self._node.wait_until_joined(_JOIN_TIMEOUT_S)
@@ -244,6 +242,10 @@ class CacheServer:
             return own, own.begin(Catalogue(_catalogue_dir(config)))
         location = f"{TLS_SCHEME if config.tls_cert else ''}{config.coordinator}"
         return None, stack.enter_context(RemoteCoordinator(location, self._credentials))
+
+    def _forget_coordinator(self) -> None:
+        """Names no coordinator until one answers: who asks for it asks again."""
+        self._node.coordinator = pb.CoordinatorEndpoints()
 
     def __enter__(self) -> CacheServer:
         return self

@@ -5,17 +5,15 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 from unittest.mock import patch
 
 import psutil
 
-from cache_client import CacheClient, CacheIterableDataset, Connection, Reading
+from cache_client import CacheClient, CacheIterableDataset, Connection
 from cache_client.flight.connections import NodeConnection
 from cache_protocol.errors import CacheError
 from cache_protocol.v1 import cache_pb2 as pb
@@ -122,60 +120,6 @@ class ElectedNodes:
         process = psutil.Process(node.pid)
         suspend(process)
         return process
-
-
-@dataclass
-class ReadingJob:
-    """Reads one epoch of a dataset after the other, in a thread.
-
-    Attributes:
-        epochs: the row numbers of each, in the order of the batches.
-        error: that ended it.
-    """
-
-    connection: Connection
-    dataset: str
-    epochs: list[list[int]] = field(default_factory=list)
-    error: BaseException | None = None
-
-    def __post_init__(self) -> None:
-        self._enough = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        wait_until(lambda: self.epochs or self.error, WAIT_S, f"an epoch of {self.dataset}")
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._enough.set()
-        self._thread.join(WAIT_S)
-        assert not self._thread.is_alive()
-
-    def _run(self) -> None:
-        try:
-            dataset = CacheIterableDataset(
-                self.dataset,
-                cache=self.connection,
-                columns=["row"],
-                batch_size=100,
-                shuffle=True,
-                reading=Reading(message_bytes=4096, prefetch_batches=4),
-            )
-            while not self._enough.is_set():
-                dataset.set_epoch(len(self.epochs))
-                rows: list[int] = []
-                for batch in dataset:
-                    rows += rows_of([batch])
-                    self._enough.wait(0.01)  # a step
-                self.epochs.append(rows)
-        except BaseException as error:
-            self.error = error
-
-    def assert_exact(self, num_rows: int) -> None:
-        assert self.error is None
-        assert all(sorted(rows) == list(range(num_rows)) for rows in self.epochs)
-        assert len({tuple(rows) for rows in self.epochs}) == len(self.epochs)
 
 
 def read_rows(connection: Connection, dataset: str) -> tuple[list[int], float]:

@@ -33,7 +33,8 @@ import yaml
 from cache_client import CacheClient, CacheError, DatasetNotFoundError, DatasetSpec
 from cache_server.local import LocalNode
 from tests.conftest import numbered_table, write_numbered
-from tests.elected_nodes import WAIT_S, ElectedNodes, ReadingJob, read_rows
+from tests.elected_nodes import WAIT_S, ElectedNodes, read_rows
+from tests.reading_jobs import ReadingJob
 from tests.waiting import wait_until
 
 NUM_ROWS, NODES = 3_000, 3

@@ -22,7 +22,7 @@ from cache_client.job.connection import Access
 from cache_client.order.audit_record import AuditRecord
 from cache_client.order.due import Due
 from cache_client.order.order import EpochOrder, StepPlan, runs_of_steps
-from cache_client.order.states import AmendedPart
+from cache_client.order.states import AmendedPart, amended_from_dict, parts_of
 from cache_client.order.view_text import view_options
 from cache_client.views.amended import Part, amended_view
 from cache_client.views.due import samples_of
@@ -226,6 +226,7 @@ def read_view(access: Access, question: Question) -> tuple[list[ReadVersion], Sl
     """
     try:
         options = view_options(question.view)
+        history = amended_from_dict(options["amended"]) if "amended" in options else ()
     except ValueError as error:
         raise NotShownError(
             f"the view of the job is not known in full, {error}: give it by --view"
@@ -236,13 +237,8 @@ def read_view(access: Access, question: Question) -> tuple[list[ReadVersion], Sl
     if question.of_groups:
         return _read_log(access, question, fingerprint)
     shards = _open(access, question.dataset, fingerprint)
-    if "amended" in options:
-        told = options["amended"]
-        parts = [
-            AmendedPart(told["epoch"], at, num_rows, told["views"][number])
-            for at, num_rows, number in zip(*[iter(told["parts"])] * 3, strict=True)
-        ]
-        view: SlotView = amended_rows(access, shards, parts, shuffle)
+    if history:
+        view: SlotView = amended_rows(access, shards, parts_of(history, question.epoch), shuffle)
         has_all = not {"codes", "join"} & options.keys()
     else:
         view, has_all = _make_view(access, shards, options, shuffle)

@@ -94,16 +94,12 @@ class OrderState:
         object.__setattr__(self, "skipped", _skipped_runs(self.skipped))
         if not isinstance(self.view, str):
             raise ValueError(f"view must be a text, got {self.view!r}")
-        object.__setattr__(self, "amended", _amended_parts(self.amended))
+        object.__setattr__(self, "amended", tuple(self.amended))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the state as a dict of JSON types; without optional fields that are empty."""
         state = asdict(self) | {"skipped": [list(run) for run in self.skipped]}
-        views = list(dict.fromkeys(part.view for part in self.amended))
-        state["amended"] = self.amended and {
-            "views": views,
-            "parts": [[*part[:3], views.index(part.view)] for part in self.amended],
-        }
+        state["amended"] = self.amended and amended_to_dict(self.amended)
         return {key: value for key, value in state.items() if value or key not in _OPTIONAL}
 
     @classmethod
@@ -126,7 +122,8 @@ class OrderState:
         missing = [repr(name) for name in known if name not in (*mapping, *_OPTIONAL)]
         if missing:
             raise ValueError(f"state lacks keys: {', '.join(missing)}")
-        return cls(**mapping)
+        amended = {"amended": amended_from_dict(mapping["amended"])} if "amended" in mapping else {}
+        return cls(**{**mapping, **amended})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,10 +163,18 @@ def read_state(mapping: Mapping[str, Any]) -> OrderState:
     return OrderState.from_dict(mapping)
 
 
-def _amended_parts(value: object) -> tuple[AmendedPart, ...]:
-    """Check what a job read: as it is in memory, or as `OrderState.to_dict` has it."""
-    if isinstance(value, tuple):
-        return value
+def amended_to_dict(parts: Sequence[AmendedPart]) -> dict[str, Any]:
+    """What a job read, as JSON types; each view stands there once."""
+    views = list(dict.fromkeys(part.view for part in parts))
+    return {"views": views, "parts": [[*part[:3], views.index(part.view)] for part in parts]}
+
+
+def amended_from_dict(value: object) -> tuple[AmendedPart, ...]:
+    """Read what `amended_to_dict` wrote.
+
+    Raises:
+        ValueError: it is nothing of that kind; quotes it.
+    """
     try:
         views = [str(view) for view in value["views"]]  # type: ignore[index]
         parts = tuple(

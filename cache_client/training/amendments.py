@@ -8,7 +8,7 @@ from typing import Final
 
 from cache_client.flight.routing import ShardMap
 from cache_client.job.ranks import is_of_one_process
-from cache_client.order.states import AmendedPart, parts_of
+from cache_client.order.states import AmendedPart, amended_to_dict, parts_of
 from cache_client.order.view_text import view_options, view_text
 from cache_client.reading.per_process import PerProcess
 from cache_client.training.job_config import JobConfig
@@ -112,7 +112,7 @@ def open_parts(
         latest,
         fingerprint=view_fingerprint(shards.fingerprint, job_view.identity),
         job_view=job_view,
-        view_text=amended_text(epoch, parts, config.view),
+        view_text=amended_text(history, config.view),
     )
 
 
@@ -130,12 +130,10 @@ def as_in_other_epochs(opened: Opened, view_text: str) -> Opened:
     )
 
 
-def amended_text(epoch: int, parts: Sequence[AmendedPart], view: View) -> str:
+def amended_text(history: Sequence[AmendedPart], view: View) -> str:
     """The view of an amended epoch, for reports and records."""
     columns = {name: value for name, value in view.given().items() if name in MAKE_COLUMNS}
-    views = list(dict.fromkeys(part.view for part in parts))
-    numbers = [n for part in parts for n in (part.at, part.num_rows, views.index(part.view))]
-    return view_text({**columns, "amended": {"epoch": epoch, "views": views, "parts": numbers}})
+    return view_text({**columns, "amended": amended_to_dict(history)})
 
 
 def view_of_state(parts: Sequence[AmendedPart]) -> View:

@@ -43,6 +43,7 @@ from cache_client.training.skipped_steps import slots_consumed
 from cache_client.view_options.lookups import Vocabulary
 from cache_client.view_options.options import View
 from cache_client.views.amended import AmendedView
+from cache_protocol.datasets.values import as_integer
 from cache_protocol.errors import CacheError, ConfigError
 
 if TYPE_CHECKING:
@@ -239,15 +240,16 @@ class CacheIterableDataset(RankBatches):
                 "running DataLoader workers would read on as before: use dataset.loader(), or end "
                 "the loop and delete its iterator before amend"
             )
-        if after is None or after == taken:
+        steps = taken if after is None else as_integer(after)
+        if steps == taken:
             now()
-        elif pass_ is None or not taken < after <= len(pass_.steps) or pass_.in_worker:
+        elif pass_ is None or steps is None or not taken < steps <= len(pass_.steps):
             raise ConfigError(
                 f"after={after!r} must be a step of the pass that runs, from the {taken} that were "
                 "taken on"
             )
         else:
-            pass_.amend_after, pass_.amend = after, now
+            pass_.amend_after, pass_.amend = steps, now
 
     def _amend(self, config: JobConfig, text: str, version: str) -> None:
         pass_ = self._passes.current()
@@ -275,6 +277,7 @@ class CacheIterableDataset(RankBatches):
                 self._skipped = {**self._skipped, epoch: tuple(cut)}
             self._cursor.set(epoch, consumed, num_steps=self._plan(consumed, epoch).num_steps)
         self._cursor.tell()
+        self._tell_version()
         if pass_ is not None:
             pass_.superseded = True
         self._passes.forget()
@@ -338,10 +341,11 @@ class CacheIterableDataset(RankBatches):
         self._tell_version()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Makes the next pass start at the position of a state. Takes constant time.
+        """Makes the next pass start at the position of a state.
 
-        It holds for one pass; a pass that is given up after one batch does not use it up. After
-        that, passes are over the whole epoch until `set_epoch`. Call this before ``iter(loader)``.
+        It takes constant time, unless the job was amended. It holds for one pass; a pass that is
+        given up after one batch does not use it up. After that, passes are over the whole epoch
+        until `set_epoch`. Call this before ``iter(loader)``.
 
         With ``version="each-epoch"``, a state inside an epoch takes its version, if the cache still
         has it. A state at the end of an epoch takes the version of the next epoch.

@@ -10,7 +10,8 @@ import pytest
 from cache_client import DatasetSpec, NodeUnavailableError
 from tests.conftest import numbered_table, write_numbered
 from tests.e2e.clusters import Cluster
-from tests.elected_nodes import WAIT_S, ElectedNodes, ReadingJob, read_rows
+from tests.elected_nodes import WAIT_S, ElectedNodes, read_rows
+from tests.reading_jobs import ReadingJob
 from tests.waiting import wait_until
 
 NUM_ROWS = 3_000

@@ -111,12 +111,15 @@ def test_amended_epochs_give_each_row_as_often_as_it_is_due(nodes: LocalCluster,
         assert Counter(rows_of(each)) == +due
 
 
+@pytest.mark.parametrize("version", ["ready", "each-epoch"])
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("after", [None, 5])
 @pytest.mark.usefixtures("forked_workers")
-def test_a_loop_goes_over_by_itself(nodes: LocalCluster, num_workers: int, after: int) -> None:
-    table = Written(nodes, f"loop-{num_workers}-{after}", 70)
-    dataset = table.reader()
+def test_a_loop_goes_over_by_itself(
+    nodes: LocalCluster, num_workers: int, after: int, version: str
+) -> None:
+    table = Written(nodes, f"loop-{num_workers}-{after}-{version}", 70)
+    dataset = table.reader(version=version, job=table.name)
     loader = dataset.loader(num_workers=num_workers, persistent_workers=num_workers > 0)
     rows: list[int] = []
     for step, batch in enumerate(loader, 1):
@@ -203,6 +206,7 @@ def test_what_cannot_be_amended_is_refused_by_name(nodes: LocalCluster) -> None:
         ({"view": "label < 2"}, "view must be a View, got 'label < 2'"),
         ({"view": View(group_by="label")}, "group_by='label' cannot be amended"),
         ({"view": View(subset=[*range(1000)])}, "a state could not name it"),
+        ({"after": "3"}, "after='3' must be a step of the pass that runs"),
         ({"after": 3}, "after=3 must be a step of the pass that runs"),
     ):
         with pytest.raises(ConfigError) as caught:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import shutil
-import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
@@ -15,15 +12,14 @@ import pytest
 
 from cache_client import (
     CacheClient,
-    CacheIterableDataset,
     Connection,
     DatasetSpec,
-    Reading,
     RequestError,
 )
 from cache_server import LocalCluster
 from cache_server.local import LocalNode
-from tests.conftest import numbered_table, rows_of, write_numbered
+from tests.conftest import numbered_table, write_numbered
+from tests.reading_jobs import ReadingJob
 from tests.waiting import suspend, wait_until
 
 WAIT_S = 60.0
@@ -47,64 +43,9 @@ def client(replaceable: LocalCluster, tmp_path: Path) -> CacheClient:
     return client
 
 
-@dataclass
-class ReadingJob:
-    """A job that reads one epoch after the other in a thread, by its own connections.
-
-    Attributes:
-        epochs: the row numbers of each, in the order of the batches.
-        longest_pause_s: between two batches.
-        error: that ended it.
-    """
-
-    endpoint: str
-    dataset: str
-    epochs: list[list[int]] = field(default_factory=list)
-    longest_pause_s: float = 0.0
-    error: BaseException | None = None
-
-    def __post_init__(self) -> None:
-        self._enough = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-
-    def __enter__(self) -> ReadingJob:
-        self._thread.start()
-        wait_until(lambda: self.epochs or self.error, WAIT_S, f"an epoch of {self.dataset}")
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._enough.set()
-        self._thread.join(WAIT_S)
-        assert not self._thread.is_alive()
-
-    def _run(self) -> None:
-        try:
-            dataset = CacheIterableDataset(
-                self.dataset,
-                cache=Connection(self.endpoint, deadline_s=WAIT_S, local=False),
-                columns=["row"],
-                batch_size=50,
-                shuffle=True,
-                reading=Reading(message_bytes=4096, prefetch_batches=8),
-            )
-            while not self._enough.is_set():
-                dataset.set_epoch(len(self.epochs))
-                rows: list[int] = []
-                last = time.monotonic()
-                for batch in dataset:
-                    now = time.monotonic()
-                    self.longest_pause_s = max(self.longest_pause_s, now - last)
-                    rows += rows_of([batch])
-                    self._enough.wait(0.002)  # a step
-                    last = time.monotonic()
-                self.epochs.append(rows)
-        except BaseException as error:
-            self.error = error
-
-    def read_on(self) -> None:
-        """Returns after another whole epoch."""
-        begun = len(self.epochs)
-        wait_until(lambda: self.error or len(self.epochs) > begun + 1, WAIT_S, "two epochs more")
+def remote(cluster: LocalCluster) -> Connection:
+    """Not by the files of this machine."""
+    return Connection(cluster.endpoint, deadline_s=WAIT_S, local=False)
 
 
 def replace(cluster: LocalCluster, node: LocalNode) -> None:
@@ -120,8 +61,8 @@ def test_jobs_read_through_a_replacement_of_every_node(
     replaceable: LocalCluster, client: CacheClient
 ) -> None:
     with (
-        ReadingJob(replaceable.endpoint, "loaded") as one,
-        ReadingJob(replaceable.endpoint, "written") as two,
+        ReadingJob(remote(replaceable), "loaded") as one,
+        ReadingJob(remote(replaceable), "written") as two,
     ):
         for node in (*replaceable.nodes[1:], replaceable.nodes[0]):
             drained = client.drain(node.node_id, deadline_s=WAIT_S)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -25,6 +23,7 @@ from cache_client import (
 from cache_client.__main__ import app
 from cache_server import LocalCluster
 from tests.conftest import numbered_table, rows_of, write_numbered
+from tests.reading_jobs import ReadingJob
 from tests.waiting import files_below, wait_until
 
 WAIT_S = 60.0
@@ -60,37 +59,6 @@ def rows_in(cluster: LocalCluster, name: str) -> list[int]:
     return sorted(rows_of(list(dataset)))
 
 
-@dataclass
-class Reading:
-    """A job that reads one epoch after the other until it is told to end."""
-
-    cluster: LocalCluster
-    dataset: str
-    epochs: list[list[int]] = field(default_factory=list)
-    error: BaseException | None = None
-
-    def __post_init__(self) -> None:
-        self._enough = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-
-    def __enter__(self) -> Reading:
-        self._thread.start()
-        wait_until(lambda: self.epochs or self.error, WAIT_S, "an epoch")
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._enough.set()
-        self._thread.join(WAIT_S)
-        assert not self._thread.is_alive()
-
-    def _run(self) -> None:
-        try:
-            while not self._enough.is_set():
-                self.epochs.append(rows_in(self.cluster, self.dataset))
-        except BaseException as error:
-            self.error = error
-
-
 def load(cluster: LocalCluster, name: str, tmp_path: Path, **query: object) -> None:
     """Loads a fourth dataset, as soon as the leases of the loads before are over."""
     client, source = CacheClient(cluster.endpoint), tmp_path / "source"
@@ -110,7 +78,8 @@ def load(cluster: LocalCluster, name: str, tmp_path: Path, **query: object) -> N
 def test_what_was_evicted_is_read_again_exactly_while_a_job_reads_another(
     full: LocalCluster, tmp_path: Path, query: dict[str, object]
 ) -> None:
-    with Reading(full, "second") as job:
+    cache = Connection(full.endpoint, deadline_s=WAIT_S)
+    with ReadingJob(cache, "second") as job:
         load(full, "fourth", tmp_path, **query)
         found = states(full)
         evicted = [name for name, state in found.items() if state == "evicted"]
@@ -119,8 +88,7 @@ def test_what_was_evicted_is_read_again_exactly_while_a_job_reads_another(
 
         assert rows_in(full, evicted[0]) == [*range(NUM_ROWS)]  # it waits, and others made room
         assert states(full)[evicted[0]] == "ready"
-    assert job.error is None
-    assert all(rows == [*range(NUM_ROWS)] for rows in job.epochs)
+    job.assert_exact(NUM_ROWS)
 
 
 def test_a_whole_query_runs_again_when_its_result_is_read(
