@@ -120,6 +120,7 @@ def test_a_loop_goes_over_by_itself(
 ) -> None:
     table = Written(nodes, f"loop-{num_workers}-{after}-{version}", 70)
     dataset = table.reader(version=version, job=table.name)
+    dataset.load_state_dict(dataset.state_dict())  # from now on workers know the version
     loader = dataset.loader(num_workers=num_workers, persistent_workers=num_workers > 0)
     rows: list[int] = []
     for step, batch in enumerate(loader, 1):
