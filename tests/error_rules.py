@@ -74,13 +74,14 @@ def problems_of(
     if cause and begin > _LATEST and len(_NAMED.sub("", text[:begin])) > _LATEST:
         found.append(f"has its cause behind {_LATEST} other characters")
     is_program = any(place.startswith(_PROGRAMS) for place in places)
-    if not is_program and (flag := _FLAG.search(text)) and not _PROGRAM.search(text):
+    advice = _NAMED.sub("", text)  # a quoted value is the caller's
+    if not is_program and (flag := _FLAG.search(advice)) and not _PROGRAM.search(text):
         found.append(f"names {flag[0]}, of a command line, to who calls Python")
     is_command = any(place.startswith(_PROGRAMS[:2]) for place in places)
     if is_command and (argument := _PYTHON.search(text)):
         found.append(f"names {argument[0]}, of Python, to who typed a command")
-    if any(place.startswith(_WRITERS) for place in places) and (advice := _QUERY.search(text)):
-        found.append(f"advises {advice[0]!r} for a write, which has no query")
+    if any(place.startswith(_WRITERS) for place in places) and (query := _QUERY.search(text)):
+        found.append(f"advises {query[0]!r} for a write, which has no query")
     return found
 
 

@@ -42,6 +42,7 @@ def test_a_bad_error_is_found_and_its_fault_is_named(
         (LoadError("no column 'a', 'b', 'c', 'd' and 3 more: it has 'e'"), _CALL),
         (LoadError("column 'a' holds 1 null: use COALESCE in the sql"), _CALL),
         (LoadError("it has replicas=3 and seed=1"), _COMMAND),
+        (ConfigError("CACHE_FORMAT must be parquet or arrow, got '--work'"), _CALL),
     ],
 )
 def test_a_good_error_is_let_through(error: CacheError, places: list[str]) -> None:

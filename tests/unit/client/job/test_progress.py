@@ -157,6 +157,7 @@ def test_values_that_are_no_numbers_are_no_metrics() -> None:
     assert numbers({"loss": "0.5", "name": "x", "many": [1, 2]}) == {"loss": 0.5}
 
 
+@pytest.mark.frameworks
 def test_the_trainer_of_transformers_reports_its_steps_and_losses(in_train_job: None) -> None:
     from transformers.trainer_callback import CallbackHandler, TrainerControl, TrainerState
 
@@ -167,6 +168,7 @@ def test_the_trainer_of_transformers_reports_its_steps_and_losses(in_train_job: 
     assert last_of(Trainer.taken, 75)["metrics"] == [{"name": "loss", "value": "0.5"}]
 
 
+@pytest.mark.frameworks
 @pytest.mark.filterwarnings("ignore")  # of Lightning, which warns of many things
 def test_the_trainer_of_lightning_reports_its_steps_and_metrics(in_train_job: None) -> None:
     import lightning
