@@ -7,8 +7,10 @@ import itertools
 import multiprocessing.spawn
 import signal
 import subprocess
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import IO, Any
 
@@ -31,8 +33,36 @@ hypothesis.settings.register_profile("tests", deadline=None)
 hypothesis.settings.load_profile("tests")
 
 
-def pytest_configure() -> None:
-    """Where the tests run in the background of a script, SIGINT is ignored, and by children too."""
+# What only `make test-frameworks` installs.
+_FRAMEWORKS = {
+    "accelerate",
+    "deepspeed",
+    "grain",
+    "jax",
+    "lightning",
+    "mpi4py",
+    "pyspark",
+    "ray",
+    "transformers",
+    "xgboost",
+}
+
+
+class _WithoutFrameworks(PathFinder):
+    """Finds what `make test` installs."""
+
+    @classmethod
+    def find_spec(cls, fullname: str, *args: Any, **kwargs: Any) -> ModuleSpec | None:
+        return None if fullname in _FRAMEWORKS else super().find_spec(fullname, *args, **kwargs)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Makes the process of a developer who has all extras as that of `make test`.
+
+    Where tests run in the background of a script, SIGINT is ignored, and by children too.
+    """
+    if "not frameworks" in config.option.markexpr:
+        sys.meta_path[sys.meta_path.index(PathFinder)] = _WithoutFrameworks
     signal.signal(signal.SIGINT, signal.default_int_handler)
     gc.disable()  # a fifth of the time in which tests are collected
 
