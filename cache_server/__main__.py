@@ -31,7 +31,6 @@ from cache_protocol.errors import (
     exit_code,
     missing_package,
 )
-from cache_protocol.storage.memory_budget import may_keep_freed_memory
 from cache_server.auth.kubernetes import SERVICE_ACCOUNT_DIR, Cluster
 from cache_server.config import NodeConfig
 from cache_server.local import LocalCluster, checked_settings, describe_nodes
@@ -139,7 +138,7 @@ def serve(
     if loads and spec is None:
         logger.info("no dataset in the environment")
     stop = _Stop(with_stdin=exit_with_stdin)
-    if may_keep_freed_memory(config.container_memory_limit_bytes):
+    if config.memory().may_keep_freed:
         # DataFusion's allocator reads this when it is imported. By default it returns freed memory
         # to the kernel after 10 ms, and the same load soon needs it again.
         os.environ.setdefault("MIMALLOC_PURGE_DELAY", str(_PURGE_DELAY_MS))

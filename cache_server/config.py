@@ -25,10 +25,17 @@ from pydantic_core import ErrorDetails
 
 from cache_protocol.datasets.dataset_spec import parse_bytes
 from cache_protocol.errors import ConfigError
-from cache_protocol.storage.memory_budget import MIN_SHARD_BYTES, shard_bytes
+from cache_protocol.storage.memory_budget import (
+    MIN_SHARD_BYTES,
+    NodeMemory,
+    memory_of_container,
+    memory_of_machine,
+    shard_bytes,
+)
 from cache_protocol.wire.credentials import Credentials
 from cache_server.auth.kubernetes import Cluster
 from cache_server.auth.namespace_shares import NamespaceShare, parse_share
+from cache_server.machine import MACHINE_BYTES, is_in_memory, memory_limit_bytes
 
 _HOST_PORT = re.compile(
     r"(?:grpc(?:\+tls)?://)?(?P<host>[^\s:/]+|\[[0-9a-fA-F:]+\]):(?P<port>\d{1,5})"
@@ -231,7 +238,8 @@ class NodeConfig(BaseModel):
     memory_limit_bytes: Annotated[
         Bytes | None,
         Flag(
-            "Limit of the bytes of all shards on this node, such as 8GiB; default: none.",
+            "Limit of the bytes of all shards on this node, such as 8GiB. Default: where the "
+            "kernel limits the node (a cgroup) and the shards are on a tmpfs, its part of that.",
             name="--memory-limit",
             metavar="<size>",
         ),
@@ -240,11 +248,18 @@ class NodeConfig(BaseModel):
         Bytes | None,
         Flag(
             "Memory of the container, instead of --memory-limit. Shards get all of it except 1 GiB "
-            "or a quarter, whichever is more.",
+            "or a quarter, whichever is more. Default: the limit that the kernel has for this "
+            "process, else three quarters of the machine; loads wait or are refused beyond it.",
             name="--container-memory-limit",
             metavar="<size>",
         ),
     ] = None
+    memory_share: Annotated[
+        float,
+        Field(gt=0, le=1),
+        _described_as("a share, more than 0 and at most 1"),
+        Flag("Part of that default for this node, where several share a machine."),
+    ] = 1.0
     load_threads: Annotated[
         Count | None,
         Flag(
@@ -438,12 +453,17 @@ class NodeConfig(BaseModel):
         namespace, _, name = (self.leader_election or "").partition(":")[2].partition("/")
         return namespace, name
 
-    @property
-    def shard_limit_bytes(self) -> int | None:
-        """Limit of the bytes of all shards of this node; None without a limit."""
+    def memory(self) -> NodeMemory:
+        """The memory of this node: as stated, else what this machine gives the process."""
         if self.container_memory_limit_bytes is not None:
-            return shard_bytes(self.container_memory_limit_bytes)
-        return self.memory_limit_bytes
+            return memory_of_container(self.container_memory_limit_bytes)
+        return memory_of_machine(
+            MACHINE_BYTES,
+            memory_limit_bytes(),
+            self.memory_limit_bytes,
+            share=self.memory_share,
+            in_memory=is_in_memory(self.cache_dir.absolute()),
+        )
 
     @classmethod
     def build(cls, **values: Any) -> NodeConfig:

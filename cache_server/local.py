@@ -29,6 +29,7 @@ _START_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 15.0
 _MEMORY_DIR = Path("/dev/shm")
 _HEARTBEAT_INTERVAL_S = 0.1
+_NODES_SHARE = 0.75  # of the memory; the rest is for the caller of a cluster
 
 
 class LocalNode:
@@ -247,7 +248,8 @@ class LocalCluster:
         nodes: how many processes; the first is the coordinator.
         cache_dir: directory of the shards, with one folder for each node; kept afterwards. Default:
             a temporary one, in ``/dev/shm`` if possible, removed afterwards.
-        memory_limit_bytes: of each node.
+        memory_limit_bytes: of the shards of each node. In any case the nodes together keep to three
+            quarters of the memory limit of this process (a cgroup), else of the machine's share.
         huge_pages: move shards in memory to huge pages while nothing is loading.
         node_timeout_s: a node without a heartbeat for this long counts as lost.
         lease_s: how long a version is kept after its last read, though it is replaced, or others
@@ -288,6 +290,7 @@ class LocalCluster:
             "--node-timeout-s", str(settings.node_timeout_s),
             "--lease-s", str(settings.lease_s),
             "--allow-source", "",
+            "--memory-share", str(_NODES_SHARE / count),
         ]  # fmt: skip
         if not settings.huge_pages:
             self._arguments.append("--no-huge-pages")

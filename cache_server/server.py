@@ -88,6 +88,7 @@ class CacheServer:
         on_load_failure: Callable[[CacheError], None] = lambda error: None,
     ) -> None:
         self._config = config
+        self._memory = config.memory()
         self._traffic = Traffic()
         self._credentials = config.credentials
         self._authenticator = _authenticator(config, self._credentials)
@@ -99,7 +100,7 @@ class CacheServer:
             store = stack.enter_context(
                 ShardStore(
                     config.cache_dir.absolute(),
-                    config.shard_limit_bytes,
+                    self._memory.shard_limit_bytes,
                     adopt_threads=load_threads,
                     address=config.lasting_address,
                 )
@@ -122,7 +123,7 @@ class CacheServer:
                     link,
                     description,
                     load_threads=load_threads,
-                    container_bytes=config.container_memory_limit_bytes,
+                    memory=self._memory,
                     credentials=self._credentials,
                     sources=sources,
                     on_ready=self._readiness.set_node,
@@ -175,7 +176,7 @@ class CacheServer:
                 config.flight_port,
                 self._traffic,
                 slow_reader_timeout_s=config.slow_reader_timeout_s,
-                container_bytes=config.container_memory_limit_bytes,
+                memory_bytes=self._memory.all_bytes,
                 **access,
             )
         except (OSError, pa.ArrowException) as error:
@@ -198,7 +199,7 @@ class CacheServer:
             flight_location=self.endpoints.flight_location,
             control_location=self.endpoints.control_location,
             cache_dir=str(store.cache_dir),
-            memory_limit_bytes=self._config.shard_limit_bytes or 0,
+            memory_limit_bytes=self._memory.shard_limit_bytes or 0,
             process=uuid.uuid4().hex,
             version=version("trainer-data-cache"),
             name=socket.gethostname(),

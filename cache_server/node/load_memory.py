@@ -16,7 +16,7 @@ from typing import Protocol, TypeVar
 
 from cache_protocol.cli.output import size
 from cache_protocol.errors import LoadError
-from cache_protocol.storage.memory_budget import loading_bytes, min_load_bytes
+from cache_protocol.storage.memory_budget import NodeMemory, min_load_bytes
 from cache_server.node.loading import Job, memory_bytes
 from cache_server.source.pinned import Split
 
@@ -39,12 +39,12 @@ class LoadMemory:
     """A queue of loads for the memory of a node. Thread-safe.
 
     Args:
-        container_bytes: memory limit of the container; None: loads begin at once.
+        memory: of the node; None: loads begin at once.
         shard_bytes: answers the bytes of all shards of this node once they are loaded.
     """
 
-    def __init__(self, container_bytes: int | None, shard_bytes: Callable[[], int]) -> None:
-        self._container_bytes = container_bytes
+    def __init__(self, memory: NodeMemory | None, shard_bytes: Callable[[], int]) -> None:
+        self._memory = memory
         self._shard_bytes = shard_bytes
         self._changed = threading.Condition()
         self._queue: deque[Waiting] = deque()
@@ -60,9 +60,9 @@ class LoadMemory:
 
         The other half is for its result, and for what DataFusion does not count.
         """
-        if self._container_bytes is None:
+        if self._memory is None:
             return None
-        return max(_MIN_QUERY_BYTES, loading_bytes(self._container_bytes) // 2)
+        return max(_MIN_QUERY_BYTES, self._memory.loading_bytes // 2)
 
     @property
     def num_waiting(self) -> int:
@@ -79,9 +79,9 @@ class LoadMemory:
             LoadError: this node never has the memory for it; or what ``read`` raises.
             CancelledError: the job was cancelled while it waited.
         """
-        if self._container_bytes is None:
+        if self._memory is None:
             return read()
-        with self._hold(job, self._container_bytes):
+        with self._hold(job, self._memory):
             with self._changed:
                 reader = self._idle.pop() if self._idle else ThreadPoolExecutor(1, "read")
             try:
@@ -96,10 +96,10 @@ class LoadMemory:
             reader.shutdown()
 
     @contextmanager
-    def _hold(self, job: Job, container_bytes: int) -> Iterator[None]:
+    def _hold(self, job: Job, memory: NodeMemory) -> Iterator[None]:
         if splits := [*job.splits, *job.whole_splits]:
             largest = max(splits, key=attrgetter("group_bytes"))
-            self._refuse_if_too_large(largest, container_bytes)
+            self._refuse_if_too_large(largest, memory)
         with self.hold(job, memory_bytes(job)):
             yield
 
@@ -116,10 +116,10 @@ class LoadMemory:
         Raises:
             What ``job.check_wanted`` raises while it waits.
         """
-        if self._container_bytes is None:
+        if self._memory is None:
             yield
             return
-        limit_bytes = loading_bytes(self._container_bytes)
+        limit_bytes = self._memory.loading_bytes
         with self._changed:
             while any(
                 held and held + num_bytes > share * limit_bytes
@@ -156,15 +156,16 @@ class LoadMemory:
                 self._queue.remove(job)
                 self._changed.notify_all()
 
-    def _refuse_if_too_large(self, split: Split, container_bytes: int) -> None:
-        """Raises a `LoadError` for a row group that would exhaust the container's memory."""
+    def _refuse_if_too_large(self, split: Split, memory: NodeMemory) -> None:
+        """Raises a `LoadError` for a row group that would exhaust the memory of the node."""
         needed = min_load_bytes(split.group_bytes)
-        if needed <= loading_bytes(container_bytes):
+        if needed <= memory.loading_bytes:
             return
-        left = max(0, loading_bytes(container_bytes, self._shard_bytes()))
+        shards = min(self._shard_bytes(), memory.most_shard_bytes)
+        left = max(0, memory._replace(most_shard_bytes=shards).loading_bytes)
         if needed > left:
             raise LoadError(
                 f"cannot load {split}: a row group of {size(split.group_bytes)} needs at least "
-                f"{size(needed)} of memory, and the container of {size(container_bytes)} leaves "
+                f"{size(needed)} of memory, and the node of {size(memory.all_bytes)} leaves "
                 f"{size(left)} beside the shards: give it more memory, or write smaller row groups"
             )

@@ -28,7 +28,7 @@ from cache_protocol.errors import (
     StaleVersionError,
     some_of,
 )
-from cache_protocol.storage.memory_budget import expression_memory
+from cache_protocol.storage.memory_budget import NodeMemory, expression_memory
 from cache_protocol.storage.row_index import ROWS_OF_A_SHARD
 from cache_protocol.storage.shard_files import MappedShard
 from cache_protocol.v1 import cache_pb2 as pb
@@ -36,6 +36,7 @@ from cache_protocol.wire.channels import pause_s, rest_s
 from cache_protocol.wire.credentials import NO_CREDENTIALS, Credentials
 from cache_server.auth.principals import ANYONE, EVERYTHING, Principal, Viewer
 from cache_server.egress.allowed_sources import AllowedSources
+from cache_server.machine import MACHINE_BYTES
 from cache_server.node import heartbeat_messages
 from cache_server.node.desired import DesiredState, DesiredVersion
 from cache_server.node.heartbeat_log import HeartbeatLog
@@ -72,7 +73,6 @@ from cache_server.shards.put_key import PutKey
 from cache_server.shards.resident_rows import ResidentRows
 from cache_server.shards.store import ShardStore
 from cache_server.shards.version_key import VersionKey
-from cache_server.sql.sql_process import MACHINE_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ class Node:
         link: the coordinator.
         description: id, locations and limits of this node, as the coordinator shows them.
         load_threads: shards loaded at once.
-        container_bytes: memory limit of the container, which the loads respect; None: no limit.
+        memory: of this node, which the loads respect; None: no limit.
         credentials: of this node, for copies from other nodes.
         on_ready: called once, when `is_ready` becomes true.
         sources: that it may read.
@@ -111,7 +111,7 @@ class Node:
         description: pb.Node,
         *,
         load_threads: int,
-        container_bytes: int | None = None,
+        memory: NodeMemory | None = None,
         credentials: Credentials = NO_CREDENTIALS,
         on_ready: Callable[[], None] = lambda: None,
         sources: AllowedSources = AllowedSources([""]),  # noqa: B008  it is immutable
@@ -131,7 +131,7 @@ class Node:
         self._encoder, self._decoder = ReportEncoder(), DesiredDecoder()
         self._wake = threading.Event()
         self._stop = threading.Event()
-        self._memory = LoadMemory(container_bytes, self._desired_bytes)
+        self._memory = LoadMemory(memory, self._desired_bytes)
         self._room = RoomRequests(self.wake)
         self._threads = LoadThreads(
             load_threads,
@@ -145,9 +145,8 @@ class Node:
             self._stop,
             self.wake,
         )
-        self.row_values = RowValues(
-            store.free_bytes, expression_memory(container_bytes or MACHINE_BYTES, load_threads)
-        )
+        all_bytes = MACHINE_BYTES if memory is None else memory.all_bytes
+        self.row_values = RowValues(store.free_bytes, expression_memory(all_bytes, load_threads))
         self._beats = threading.Condition()
         self._leaving = Leaving()
         self._begun = self._answered = 0  # heartbeats

@@ -8,7 +8,6 @@ because an error inside a running DoGet stream loses its code.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -38,6 +37,7 @@ from cache_protocol.wire.credentials import Credentials
 from cache_server.auth.authenticator import Authenticator
 from cache_server.auth.principals import Role, Viewer
 from cache_server.auth.verbs import HELD_SHARDS, SHARD_FILE
+from cache_server.machine import MACHINE_BYTES
 from cache_server.node.node import Node
 from cache_server.node.peer_files import HELD_SHARDS_ACTION
 from cache_server.node.puts import PutMessage
@@ -73,7 +73,7 @@ class FlightService(flight.FlightServerBase):
         tls: certificate and key to serve TLS with, read once; None: plain text.
         require_client_cert: refuse callers without a certificate of ``tls.tls_ca``.
         slow_reader_timeout_s: how long a message may wait for its reader.
-        container_bytes: memory of the container; None: that of the machine.
+        memory_bytes: of the node; None: that of the machine.
     """
 
     def __init__(
@@ -86,13 +86,11 @@ class FlightService(flight.FlightServerBase):
         tls: Credentials | None = None,
         require_client_cert: bool = False,
         slow_reader_timeout_s: float = 60.0,
-        container_bytes: int | None = None,
+        memory_bytes: int | None = None,
     ) -> None:
         limits = StreamLimits(
             slow_reader_timeout_s,
-            max_calls_of_principal=calls_of_principal(
-                container_bytes or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-            ),
+            max_calls_of_principal=calls_of_principal(memory_bytes or MACHINE_BYTES),
         )
         self._callers = CallerMiddleware(authenticator or Authenticator(), traffic, limits)
         options: dict[str, Any] = {"middleware": self._callers.by_name}

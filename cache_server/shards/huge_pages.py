@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
 import threading
 import time
 import weakref
@@ -22,6 +21,7 @@ from pathlib import Path
 
 from cache_protocol.storage.shard_files import MappedShard
 from cache_protocol.storage.virtual_memory import AddressRange, huge_page_bytes
+from cache_server.machine import is_in_memory
 from cache_server.shards.stoppable_thread import StoppableThread
 
 logger = logging.getLogger(__name__)
@@ -29,7 +29,6 @@ logger = logging.getLogger(__name__)
 _LOOK_EVERY_S = 1.0
 _TRY_AGAIN_S = 60.0  # before small pages are tried again: contiguous memory comes and goes
 _PAGES_AT_ONCE = 16  # some tens of milliseconds; moving single pages costs more
-_MOUNTS = Path("/proc/self/mountinfo")
 _CANNOT = {errno.EINVAL, errno.ENOSYS, errno.EPERM}  # and never will
 
 
@@ -152,14 +151,3 @@ def _collapse(addresses: AddressRange, at: int, size: int) -> int:
         # The page is in use, such as while it is sent, or no contiguous memory is free.
         logger.debug("a page stays small at=%d reason=%s", at, error.strerror)
         return 0
-
-
-def is_in_memory(directory: Path) -> bool:
-    """Whether a directory is on a tmpfs."""
-    device = directory.stat().st_dev
-    wanted = f"{os.major(device)}:{os.minor(device)}"
-    for line in _MOUNTS.read_text(errors="replace").splitlines():
-        mount, _, source = line.partition(" - ")  # proc_pid_mountinfo(5)
-        if mount.split()[2] == wanted:
-            return source.split()[0] == "tmpfs"
-    return False

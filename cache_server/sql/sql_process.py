@@ -26,13 +26,13 @@ import pyarrow as pa
 from cache_protocol.cli.output import size
 from cache_protocol.errors import CacheError, from_proto
 from cache_protocol.v1 import cache_pb2 as pb
+from cache_server.machine import MACHINE_BYTES
 from cache_server.sql.sql_frames import IDLE_S, Channel, Kind, Request, batch_of
 
 _PROGRAM = Path(__file__).with_name("sql_program.py")
 _SPARE = 2  # that start while several are in use
 _MOST_IDLE = 3  # processes that are kept for later
 _SEND_S = 60.0  # for a request, or for rows that the process asked for
-MACHINE_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 _PLAN_BYTES, _PLAN_S = 1 << 30, 30.0
 _NO_MEMORY = b"memory allocation of "  # as Rust says it
 

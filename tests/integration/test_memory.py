@@ -16,7 +16,7 @@ import pytest
 
 from cache_client import CacheClient, CacheIterableDataset, Connection, DatasetSpec
 from cache_protocol.cli.output import size
-from cache_protocol.storage.memory_budget import loading_bytes, loads_at_once, shard_bytes
+from cache_protocol.storage.memory_budget import loads_at_once, memory_of_container, shard_bytes
 from cache_server import LocalCluster
 from tests.env_cache import EnvNode, clean_environ
 
@@ -135,7 +135,7 @@ def test_a_node_of_a_small_container_keeps_to_its_memory_whatever_the_row_groups
                 info = client.load(DatasetSpec("large", large_groups))
                 assert info.num_rows == GROUPS * GROUP_ROWS
                 client.drop("large")
-        print(f"{peak[0] / MB:.0f} MB of {loading_bytes(container) / MB:.0f}")
+        print(f"{peak[0] / MB:.0f} MB of {memory_of_container(container).loading_bytes / MB:.0f}")
         assert info.num_bytes < shard_bytes(container)
         assert peak[0] < container - shard_bytes(container)
     finally:

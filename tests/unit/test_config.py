@@ -187,12 +187,11 @@ GIB = 1024**3
 def test_the_shards_get_what_a_container_has_beside_a_gibibyte_or_a_quarter(
     container: object, shards: int
 ) -> None:
-    assert config(container_memory_limit_bytes=container).shard_limit_bytes == shards
+    assert config(container_memory_limit_bytes=container).memory().shard_limit_bytes == shards
 
 
 def test_without_a_limit_of_the_container_the_one_given_counts() -> None:
-    assert config().shard_limit_bytes is None
-    assert config(memory_limit_bytes="1GiB").shard_limit_bytes == GIB
+    assert config(memory_limit_bytes="1GiB").memory().shard_limit_bytes == GIB
 
 
 @pytest.mark.parametrize("container", [GIB // 2, GIB, GIB + 64 * 1024**2 - 1])
@@ -202,7 +201,7 @@ def test_a_container_that_leaves_too_little_for_shards_is_refused(container: int
     assert "container_memory_limit_bytes must leave at least" in problem
     assert f"got {container}" in problem
     assert "flight_port" in problem
-    assert config(container_memory_limit_bytes=GIB + 64 * 1024**2).shard_limit_bytes
+    assert config(container_memory_limit_bytes=GIB + 64 * 1024**2).memory().shard_limit_bytes
 
 
 def test_two_memory_limits_are_refused_with_both() -> None:

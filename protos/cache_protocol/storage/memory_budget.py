@@ -1,4 +1,4 @@
-"""How the memory of a container is divided between a node's process and its shards. Pure.
+"""How the memory of a node is divided between its process and its shards. Pure.
 
 The node and the creator of the volume for its shards must use the same division.
 """
@@ -19,6 +19,36 @@ _GROUP_TIMES = 4.5
 _MIN_GROUP_TIMES = 3
 _ROOMY_BYTES = 4 << 30
 _MIN_EXPRESSION_BYTES, _MAX_EXPRESSION_BYTES = 128 << 20, 512 << 20
+
+
+# Of the machine, where nothing limits a node: its users have other programs.
+_MACHINE_SHARE = 0.75
+
+
+class NodeMemory(NamedTuple):
+    """The memory of a node, in bytes.
+
+    Attributes:
+        all_bytes: of its processes, and of its shards if they are in memory.
+        shard_limit_bytes: of all shards; None: no limit.
+        most_shard_bytes: what shards may take of `all_bytes`; 0 if they are on a disk.
+        is_limited: somebody, or the kernel, set `all_bytes`; else it is a share of the machine.
+    """
+
+    all_bytes: int
+    shard_limit_bytes: int | None
+    most_shard_bytes: int
+    is_limited: bool
+
+    @property
+    def loading_bytes(self) -> int:
+        """For all loads together, besides the shards."""
+        return self.all_bytes - self.most_shard_bytes - _IDLE_BYTES
+
+    @property
+    def may_keep_freed(self) -> bool:
+        """Whether the allocator may keep freed memory for a second; loads are 10 % faster then."""
+        return not self.is_limited or self.loading_bytes >= _ROOMY_BYTES
 
 
 class ExpressionMemory(NamedTuple):
@@ -44,23 +74,39 @@ def shard_bytes(container_bytes: int) -> int:
     return container_bytes - max(_MIN_PROCESS_BYTES, container_bytes // 4)
 
 
-def loading_bytes(container_bytes: int, taken_bytes: int | None = None) -> int:
-    """Memory for all loads of a node together, besides the shards, in bytes.
+def memory_of_container(container_bytes: int) -> NodeMemory:
+    """The memory of a node whose container was stated."""
+    shards = shard_bytes(container_bytes)
+    return NodeMemory(container_bytes, shards, shards, is_limited=True)
+
+
+def memory_of_machine(
+    machine_bytes: int,
+    limit_bytes: int | None,
+    shard_limit_bytes: int | None,
+    *,
+    share: float,
+    in_memory: bool,
+) -> NodeMemory:
+    """The memory of a node whose container was not stated.
 
     Args:
-        taken_bytes: of the shards once all are loaded; None for the most they may take.
+        machine_bytes: of the machine.
+        limit_bytes: that the kernel sets for the process; None: none.
+        shard_limit_bytes: that was stated; None: none. Shards in memory are limited in any case
+            where the kernel limits the process.
+        share: the part for this node, where several have it together.
+        in_memory: the shards take memory, as on a tmpfs.
     """
-    taken = shard_bytes(container_bytes) if taken_bytes is None else taken_bytes
-    return container_bytes - taken - _IDLE_BYTES
-
-
-def may_keep_freed_memory(container_bytes: int | None) -> bool:
-    """Whether the allocator may keep freed memory for a second, which makes loads 10 % faster.
-
-    Args:
-        container_bytes: None if unknown.
-    """
-    return container_bytes is None or loading_bytes(container_bytes) >= _ROOMY_BYTES
+    is_limited = limit_bytes is not None
+    whole = machine_bytes * _MACHINE_SHARE if limit_bytes is None else limit_bytes
+    all_bytes = int(whole * share)
+    most = max(shard_bytes(all_bytes), all_bytes // 3) if in_memory else 0
+    if shard_limit_bytes is not None:
+        most = min(most, shard_limit_bytes)
+    elif is_limited and in_memory:
+        shard_limit_bytes = most
+    return NodeMemory(all_bytes, shard_limit_bytes, most, is_limited)
 
 
 def loads_at_once(num_processors: int) -> int:

@@ -13,6 +13,7 @@ import pytest
 
 from cache_protocol.datasets.dataset_spec import DatasetSpec
 from cache_protocol.errors import LoadError
+from cache_protocol.storage.memory_budget import memory_of_container
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.node.desired import DesiredShard
 from cache_server.node.heartbeat_messages import decode_plan
@@ -40,7 +41,7 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 @pytest.fixture
 def memory() -> Iterator[LoadMemory]:
     """Of a container of 4 GiB, where 896 MiB are for loads."""
-    made = LoadMemory(4 * GIB, lambda: 3 * GIB)
+    made = LoadMemory(memory_of_container(4 * GIB), lambda: 3 * GIB)
     yield made
     made.close()
 
@@ -166,7 +167,7 @@ def test_a_row_group_that_would_end_the_process_is_refused_by_name(
 def test_a_large_row_group_is_read_where_the_shards_leave_the_room(
     threads: ThreadPoolExecutor, plan: PinnedVersion
 ) -> None:
-    memory = LoadMemory(4 * GIB, lambda: GIB)
+    memory = LoadMemory(memory_of_container(4 * GIB), lambda: GIB)
 
     Load(memory, threads, plan, 600 * MIB).finish()
 

@@ -19,7 +19,7 @@ from cache_protocol.errors import (
     RequestError,
     SchemaError,
 )
-from cache_protocol.storage.memory_budget import loading_bytes
+from cache_protocol.storage.memory_budget import memory_of_container
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.auth.principals import Principal
 from cache_server.node import puts as puts_module
@@ -44,7 +44,9 @@ class Harness:
 
     def __init__(self, store: ShardStore, container_bytes: int | None = None) -> None:
         self.store, self.stop = store, threading.Event()
-        self.memory = LoadMemory(container_bytes, lambda: 0)
+        self.memory = LoadMemory(
+            container_bytes and memory_of_container(container_bytes), lambda: 0
+        )
         self.schema, self.fetched = SCHEMA, 0
         schemas = WriteSchemas(self.fetch)
         self.puts = Puts(
@@ -406,8 +408,9 @@ def test_the_put_of_those_that_hold_least_goes_first(
 
 
 def test_puts_of_one_team_leave_memory_for_others(tmp_path: Path) -> None:
-    memory = LoadMemory(1 << 40, lambda: 0)
-    all_bytes = loading_bytes(1 << 40)
+    of_node = memory_of_container(1 << 40)
+    memory = LoadMemory(of_node, lambda: 0)
+    all_bytes = of_node.loading_bytes
     shares = {"a/bob": 0.5, "a": 0.75}
     half = all_bytes // 2
 

@@ -18,7 +18,8 @@ import pytest
 from cache_protocol.storage.mapped_table import MappedTable
 from cache_protocol.storage.shard_files import MappedShard, SealedShard, Selection
 from cache_protocol.storage.virtual_memory import AddressRange, huge_page_bytes
-from cache_server.shards.huge_pages import HugePages, is_in_memory
+from cache_server.machine import is_in_memory
+from cache_server.shards.huge_pages import HugePages
 from cache_server.shards.packing import ShardBuilder
 from tests.waiting import wait_until
 
@@ -273,20 +274,3 @@ def test_shards_on_a_disk_are_left_alone(
         wait_until(lambda: "is not in memory" in caplog.text, WAIT_S, "it is told")
 
     assert huge_pages.num_bytes == 0
-
-
-@pytest.mark.parametrize(
-    ("source", "found"), [("tmpfs tmpfs rw", True), ("ext4 /dev/vda rw", False)]
-)
-def test_what_lies_in_memory_is_known_by_its_mount(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, found: bool
-) -> None:
-    device = tmp_path.stat().st_dev
-    mounts = tmp_path / "mountinfo"
-    mounts.write_text(
-        "22 1 0:21 / /proc rw shared:5 - proc proc rw\n"
-        f"30 1 {os.major(device)}:{os.minor(device)} / {tmp_path} rw - {source}\n"
-    )
-    monkeypatch.setattr("cache_server.shards.huge_pages._MOUNTS", mounts)
-
-    assert is_in_memory(tmp_path) is found
