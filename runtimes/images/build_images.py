@@ -55,7 +55,9 @@ IMAGES = {
     "server-full": Image("server", ("EXTRAS=sources,kubernetes",)),
     "trainer": Image("trainer"),
     "trainer-jax": Image("trainer", ("PACKAGES=jax[cuda12]==0.10.2",)),
+    "trainer-mlx": Image("trainer", ("PACKAGES=mlx[cpu]==0.32.4",), "mpi"),
     "trainer-mpi": Image("trainer", ("PACKAGES=deepspeed==0.19.8 mpi4py==4.1.2",), "mpi"),
+    "trainer-xgboost": Image("trainer", ("PACKAGES=xgboost-cpu==3.2.0",)),
 }
 
 

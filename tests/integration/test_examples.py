@@ -266,6 +266,36 @@ def test_one_process_of_jax_needs_no_variables(nodes: LocalCluster) -> None:
 
 
 @needs_mpirun
+@needs("mlx")
+@pytest.mark.frameworks
+def test_mlx_trains_under_mpirun(nodes: LocalCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The Open MPI that pip installs is in no folder where the system looks.
+    monkeypatch.setenv("MLX_MPI_LIBNAME", str(Path(str(MPIRUN)).parents[1] / "lib/libmpi.so.40"))
+    output = run(nodes, mpirun(*python("train_mlx.py")))
+    assert_every_row_once(output)
+    assert re.findall(r"(\d+) steps", output) == ["30", "30"]
+    first, second = losses(output)
+    assert second < first
+
+
+@needs_mpirun
+@needs("mlx")
+@pytest.mark.frameworks
+def test_mlx_that_finds_no_mpi_does_not_train_alone(
+    nodes: LocalCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLX_MPI_LIBNAME", "nowhere.so")
+    with pytest.raises(AssertionError, match=r"rank \d of 2, but MLX is 0 of 1: name MPI's"):
+        run(nodes, mpirun(*python("train_mlx.py")))
+
+
+@needs("mlx")
+@pytest.mark.frameworks
+def test_one_process_of_mlx_needs_no_mpi(nodes: LocalCluster) -> None:
+    assert_every_row_once(run(nodes, python("train_mlx.py", "--epochs", 1)), epochs=1)
+
+
+@needs_mpirun
 @needs("deepspeed", "mpi4py")
 @pytest.mark.frameworks
 def test_deepspeed_trains_under_mpirun(nodes: LocalCluster) -> None:

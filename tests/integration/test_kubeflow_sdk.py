@@ -192,11 +192,13 @@ def test_the_sdk_reads_every_runtime(sdk_client: Any) -> None:
     assert {name: runtime.trainer.framework for name, runtime in found.items()} == {
         "deepspeed-data-cache": "deepspeed",
         "jax-distributed-data-cache": "jax",
+        "mlx-data-cache": "mlx",
         "torch-distributed-data-cache": "torch",
         "torch-distributed-data-cache-colocated": "torch",
         "torch-distributed-shared-data-cache": "torch",
         "torch-distributed-with-cache": "torch",
         "torchtune-qwen2.5-1.5b": "torchtune",
+        "xgboost-data-cache": "xgboost",
     }
     for name, runtime in found.items():
         assert sdk_client.get_runtime(name) == runtime

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,10 @@ FLAGSHIP = "torch-distributed-data-cache"
 COLOCATED = "torch-distributed-data-cache-colocated"
 ROWS = 2_000
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+
+MPIRUN = f"{sysconfig.get_path('scripts')}/mpirun"
+# Open MPI 5, which pip installs, does not read the variables of Trainer.
+LAUNCH = ["--hostfile", "/etc/mpi/hostfile", "-n", "2", "python"]
 
 # Reads one epoch, writes the ids of its rows, and says which step it is at. Over the network, as
 # trainers on other machines do.
@@ -89,9 +93,10 @@ class Run:
         job: Json,
         hosts: dict[str, str] | None = None,
         *,
-        runtimes: Path = cache_runtimes.MANIFESTS,
+        environment: Mapping[str, str] | None = None,
     ) -> int:
-        manifests = read_manifests(write(self.folder / "job.yaml", job), runtimes)
+        path = write(self.folder / "job.yaml", job)
+        manifests = read_manifests(path, cache_runtimes.MANIFESTS)
 
         def line(pod: str, container: str, text: str) -> None:
             self.lines.append((pod, text))
@@ -102,7 +107,7 @@ class Run:
             return run_local(
                 manifests,
                 environment=os.environ,
-                extra_environment={"DIR": str(self.folder), **AS_ROOT},
+                extra_environment={"DIR": str(self.folder), **AS_ROOT, **(environment or {})},
                 console=Console(event=self.events.append, line=line),
                 hosts=hosts,
                 backoff_s=0.05,
@@ -279,10 +284,7 @@ def test_mpirun_of_the_launcher_starts_ranks_in_other_pods_over_ssh(rows: Path, 
     hook = 'print("in", os.environ["HOSTNAME"], os.environ["TRAIN_JOB_NAME"], flush=True)'
     made = job(rows, run, hook=hook)
     trainer = made["spec"]["trainer"]
-    # Open MPI 5, which pip installs, does not read the variables of Trainer.
-    launch = ["--hostfile", "/etc/mpi/hostfile", "-n", "2", "python"]
-    mpirun = f"{sysconfig.get_path('scripts')}/mpirun"
-    trainer |= {"command": [mpirun], "args": [*launch, *trainer["args"]]}
+    trainer |= {"command": [MPIRUN], "args": [*LAUNCH, *trainer["args"]]}
     made["spec"]["runtimeRef"]["name"] = "deepspeed-data-cache"
     assert run(made) == 0, run.report()
     assert_once(run, world_size=2)
@@ -291,31 +293,50 @@ def test_mpirun_of_the_launcher_starts_ranks_in_other_pods_over_ssh(rows: Path, 
     assert run.of("node", "Accepted publickey"), run.report()
 
 
-@pytest.mark.frameworks
-@pytest.mark.skipif(importlib.util.find_spec("xgboost") is None, reason="not installed: xgboost")
-def test_workers_of_xgboost_build_one_model_of_all_rows(tmp_path: Path, run: Run) -> None:
-    table = lineitem(tmp_path / "tpch")
-    made = job(table, run)
+def needs(package: str) -> pytest.MarkDecorator:
+    missing = importlib.util.find_spec(package) is None
+    return pytest.mark.skipif(missing, reason=f"not installed: {package}")
+
+
+def lineitem_job(run: Run, runtime: str, script: str, **trainer: Any) -> Json:
+    """A script of examples/ on TPC-H lineitem, in two pods."""
+    made = job(lineitem(run.folder / "tpch"), run, **trainer)
     sql = yaml.safe_load((EXAMPLES / "lineitem.yaml").read_text())["sql"]
     made["spec"]["initializer"]["dataset"]["env"] = env(CACHE_SQL=sql, CACHE_DATASET="lineitem")
-    made["spec"]["trainer"] = {
-        "numNodes": 2,
-        "command": ["python"],
-        "args": [str(EXAMPLES / "train_xgboost.py")],
-    }
-    shipped = yaml.safe_load((cache_runtimes.MANIFESTS / FLAGSHIP / "runtime.yaml").read_text())
-    shipped["metadata"]["name"] = made["spec"]["runtimeRef"]["name"] = "xgboost-data-cache"
-    shipped["spec"]["mlPolicy"] = {"numNodes": 1, "xgboost": {}}
-    assert run(made, runtimes=write(tmp_path / "runtime.yaml", shipped)) == 0, run.report()
+    made["spec"]["runtimeRef"]["name"] = runtime
+    made["spec"]["trainer"]["args"] = [str(EXAMPLES / script)]
+    del made["spec"]["trainer"]["numProcPerNode"]
+    return made
+
+
+@pytest.mark.frameworks
+@needs("xgboost")
+def test_workers_of_xgboost_build_one_model_of_all_rows(run: Run) -> None:
+    made = lineitem_job(run, "xgboost-data-cache", "train_xgboost.py")
+    assert run(made) == 0, run.report()
     (errors,) = run.of("node-0-0", "error")
     assert "2 workers" in errors
     first, last = map(float, re.findall(r"\d\.\d+", errors))
     assert last < first
     (rows,) = run.of("node-0-0", "exactly once")
-    keys = pq.read_table(table, columns=["l_orderkey", "l_linenumber"])
+    keys = pq.read_table(run.folder / "tpch/lineitem", columns=["l_orderkey", "l_linenumber"])
     orders, numbers = (sum(column.to_pylist()) for column in keys.columns)
     total = 8 * orders + numbers
     assert rows == f"6005 of 6005 rows, exactly once: True, keys {total}"
+
+
+@needs_ssh
+@pytest.mark.frameworks
+@needs("mlx")
+def test_ranks_of_mlx_in_two_pods_train_one_model(run: Run) -> None:
+    made = lineitem_job(run, "mlx-data-cache", "train_mlx.py", command=[MPIRUN])
+    made["spec"]["trainer"]["args"] = [*LAUNCH, *made["spec"]["trainer"]["args"]]
+    # The Open MPI that pip installs is in no folder where the system looks.
+    library = str(Path(sysconfig.get_path("data")) / "lib/libmpi.so.40")
+    assert run(made, environment={"MLX_MPI_LIBNAME": library}) == 0, run.report()
+    epochs = run.of("launcher", "6,005 of 6,005 rows seen exactly once")
+    assert len(epochs) == 2, run.report()
+    assert run.of("node", "Accepted publickey"), run.report()
 
 
 def test_an_interrupted_job_leaves_no_process_and_no_file(rows: Path, run: Run) -> None:

@@ -7,7 +7,7 @@
 {{- $jobs := $thing.spec.template.spec.replicatedJobs }}
 {{- $inJob := eq (get $thing.metadata.labels "app.kubernetes.io/component") "cache-in-job" }}
 {{- range $jobs }}
-{{- $needsUser := eq $folder "deepspeed-data-cache" }}
+{{- $needsUser := has $folder (list "deepspeed-data-cache" "mlx-data-cache") }}
 {{- include "cache.adjustPod" (dict "template" .template.spec.template "values" $root.Values "needsUser" $needsUser "keepsIdentity" (eq $folder "torch-distributed-with-cache")) }}
 {{- if and $root.Values.shared.tls.secretName (eq $folder "torch-distributed-shared-data-cache") }}
 {{- include "cache.tlsClient" (dict "spec" .template.spec.template.spec "configMap" $root.Values.shared.tls.caConfigMap) }}

@@ -151,8 +151,8 @@ def test_monitoring_is_that_of_its_kustomization() -> None:
         ("startTogether=true", "cache.nodes=7", 'cache.memory="64Gi"'),
         ('jobNetworkPolicyNamespaces=["a"]', 'initializerNamespaces=["a"]'),
         (
-            'runtimes=["deepspeed-data-cache","jax-distributed-data-cache",'
-            '"torchtune-qwen2.5-1.5b"]',
+            'runtimes=["deepspeed-data-cache","jax-distributed-data-cache","mlx-data-cache",'
+            '"torchtune-qwen2.5-1.5b","xgboost-data-cache"]',
             "shared.enabled=false",
         ),
     ],
@@ -218,7 +218,8 @@ def test_one_value_is_the_registry_of_every_image() -> None:
     }
     assert {image.rpartition("/")[0] for image in found} == {"registry.example.com/mirror"}
     names = {image.rpartition("/")[2].partition(":")[0] for image in found}
-    assert {"trainer-jax", "trainer-mpi", "torchtune-trainer", "model-initializer"} < names
+    assert {"torchtune-trainer", "model-initializer"} < names
+    assert {f"trainer-{name}" for name in ("jax", "mlx", "mpi", "xgboost")} < names
     assert "ghcr.io" not in json.dumps(built)
 
 

@@ -55,6 +55,8 @@ OBJECTS = {
     "torch-distributed-shared-data-cache": runtimes_named("torch-distributed-shared-data-cache"),
     "deepspeed-data-cache": runtimes_named("deepspeed-data-cache"),
     "jax-distributed-data-cache": runtimes_named("jax-distributed-data-cache"),
+    "mlx-data-cache": runtimes_named("mlx-data-cache"),
+    "xgboost-data-cache": runtimes_named("xgboost-data-cache"),
     "torchtune-qwen2.5-1.5b": {"TrainingRuntime/torchtune-qwen2.5-1.5b"},
     "overlays/before-kubernetes-1.35": runtimes_named(CACHE),
     **{
@@ -70,6 +72,7 @@ RUNTIMES = sorted(
     for folder in OBJECTS
     if "/" not in folder and (MANIFESTS / folder / "runtime.yaml").exists()
 )
+BY_SSH = ("deepspeed-data-cache", "mlx-data-cache")
 IN_JOB = [
     folder
     for folder in RUNTIMES
@@ -100,7 +103,7 @@ def test_no_kustomization_is_left_out() -> None:
     assert found == OBJECTS.keys()
 
 
-@pytest.mark.parametrize("folder", ["torch-distributed-data-cache", "jax-distributed-data-cache"])
+@pytest.mark.parametrize("folder", [CACHE, "jax-distributed-data-cache", "xgboost-data-cache"])
 @pytest.mark.parametrize("size", [4, 8])
 def test_a_size_is_one_number_and_another_name(folder: str, size: int, tmp_path: Path) -> None:
     base = only(build(MANIFESTS / folder))
@@ -215,7 +218,7 @@ def test_a_namespace_is_given_access_by_a_component(tmp_path: Path) -> None:
     assert all(problems(thing) == [] for thing in built.values() if not is_runtime(thing))
 
 
-@pytest.mark.parametrize("folder", [".", *(name for name in RUNTIMES if "deepspeed" not in name)])
+@pytest.mark.parametrize("folder", [".", *(name for name in RUNTIMES if name not in BY_SSH)])
 def test_on_openshift_no_pod_names_a_user_or_a_group(folder: str, tmp_path: Path) -> None:
     built = customised(tmp_path, resources=[folder], components=["components/openshift"])
     found = {
@@ -229,7 +232,7 @@ def test_on_openshift_no_pod_names_a_user_or_a_group(folder: str, tmp_path: Path
     assert {name: problems(thing) for name, thing in built.items() if problems(thing)} == {}
 
 
-@pytest.mark.parametrize("folder", ["torch-distributed-data-cache", "jax-distributed-data-cache"])
+@pytest.mark.parametrize("folder", [CACHE, "jax-distributed-data-cache", "xgboost-data-cache"])
 def test_trainers_that_start_together_with_the_cache_wait_for_it(
     folder: str, tmp_path: Path
 ) -> None:
@@ -260,11 +263,11 @@ REFUSED: dict[str, set[str]] = {
     "cache-nodes-8": {*NO_CACHE_IN_JOB, "torchtune-qwen2.5-1.5b"},
     "gpu": {*NO_CACHE_IN_JOB, "torchtune-qwen2.5-1.5b"},
     "job-network-policy": set(),
-    "kueue-topology": {*NO_CACHE_IN_JOB, "deepspeed-data-cache", "torchtune-qwen2.5-1.5b"},
-    "openshift": {"deepspeed-data-cache"},
+    "kueue-topology": {*NO_CACHE_IN_JOB, *BY_SSH, "torchtune-qwen2.5-1.5b"},
+    "openshift": {*BY_SSH},
     "start-together": {
         *NO_CACHE_IN_JOB,
-        *("deepspeed-data-cache", "torchtune-qwen2.5-1.5b"),
+        *(*BY_SSH, "torchtune-qwen2.5-1.5b"),
         f"overlays/{CACHE}-start-together",
     },
     "tls": set(),

@@ -42,9 +42,11 @@ def with_container(**fields: Any) -> Json:
     [
         "deepspeed-data-cache",
         "jax-distributed-data-cache",
+        "mlx-data-cache",
         "torch-distributed-data-cache",
         "torch-distributed-data-cache-colocated",
         "torch-distributed-shared-data-cache",
+        "xgboost-data-cache",
     ],
 )
 def test_runtimes_that_run_on_one_machine_are_supported(name: str) -> None:
