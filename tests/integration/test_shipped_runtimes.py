@@ -333,7 +333,9 @@ def test_ranks_of_mlx_in_two_pods_train_one_model(run: Run) -> None:
     made["spec"]["trainer"]["args"] = [*LAUNCH, *made["spec"]["trainer"]["args"]]
     # The Open MPI that pip installs is in no folder where the system looks.
     library = str(Path(sysconfig.get_path("data")) / "lib/libmpi.so.40")
-    assert run(made, environment={"MLX_MPI_LIBNAME": library}) == 0, run.report()
+    # Both pods are this machine, where the component "han" of Open MPI 5 for several hosts crashes.
+    environment = {"MLX_MPI_LIBNAME": library, "OMPI_MCA_coll": "^han"}
+    assert run(made, environment=environment) == 0, run.report()
     epochs = run.of("launcher", "6,005 of 6,005 rows seen exactly once")
     assert len(epochs) == 2, run.report()
     assert run.of("node", "Accepted publickey"), run.report()
