@@ -126,7 +126,7 @@ def run_row_query(query: RowQuery, lots: Iterable[pa.RecordBatch]) -> Iterator[p
             start += lot.num_rows
             named = pa.RecordBatch.from_arrays(columns, schema=schema)
             slices = [named.slice(at, BATCH_ROWS) for at in range(0, lot.num_rows, BATCH_ROWS)]
-            context = open_session(1, BATCH_ROWS, mode=mode)
+            context = open_session(1, BATCH_ROWS, mode=mode, sql=query.sql)
             context.register_record_batches(TABLE, [slices])
             frame = frame_of(context, query.sql, schema.names)
             if folds_to_nothing(frame):
@@ -211,7 +211,7 @@ def _checked(kind: str, text: str, schema: pa.Schema) -> tuple[pa.DataType, set[
 
 def _unbounded(sql: str, schema: pa.Schema) -> str:
     """What a query computes without a bound, by its plan as written; empty if it has no plan."""
-    context = open_session(1)
+    context = open_session(1, sql=sql)
     context.register_record_batches(TABLE, [[no_rows(schema)]])
     for name in TABLE_FUNCTIONS:
         context.deregister_udtf(name)
