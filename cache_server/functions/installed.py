@@ -51,10 +51,7 @@ def function_named(name: str) -> Function:
     if name in SHIPPED:
         function = _shipped(name)
         if function is None:
-            raise ConfigError(
-                f"function {name!r} needs {' and '.join(SHIPPED[name][1])}: install the extra "
-                "'llm' of trainer-data-cache on every node"
-            )
+            raise ConfigError(why_not_installed(name))
         return function
     points = {point.name: point for point in entry_points(group=GROUP)}
     if name not in points:
@@ -63,6 +60,16 @@ def function_named(name: str) -> Function:
             f"no function {name!r} is installed; installed are {some_of(known, like=name)}"
         )
     return _loaded(points[name])
+
+
+def why_not_installed(name: str) -> str:
+    """Why a function of this package cannot be called."""
+    if _shipped(name) is not None:
+        return f"function {name!r} is not allowed: the nodes need --allow-function {name}"
+    needed = " and ".join(SHIPPED[name][1])
+    return (
+        f"function {name!r} needs {needed}: install trainer-data-cache[llm] on every node"
+    )
 
 
 def _loaded(point: EntryPoint) -> Function:

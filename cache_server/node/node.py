@@ -42,6 +42,7 @@ from cache_server.node.heartbeat_log import HeartbeatLog
 from cache_server.node.heartbeat_messages import DesiredDecoder, ReportEncoder, SealedShards
 from cache_server.node.leaving import Leaving
 from cache_server.node.link import CoordinatorLink
+from cache_server.node.load_functions import NodeFunctions
 from cache_server.node.load_memory import LoadMemory
 from cache_server.node.load_threads import LoadThreads
 from cache_server.node.loading import SpooledTables
@@ -77,10 +78,9 @@ from cache_server.sql.sql_process import MACHINE_BYTES
 logger = logging.getLogger(__name__)
 
 _RETRY_S = 0.5  # after a failure
-# With more, loads would wait for reports. With fewer, each start of a load is reported at once: if
-# the process ends, the coordinator knows by which load.
+# With fewer, each start of a load is reported at once, in case it ends the process.
 _FEW_SHARDS = 256
-# After an unanswered heartbeat. Short at first: nodes often start together with their coordinator.
+# After an unanswered heartbeat; nodes often start together with their coordinator.
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.1, 1.0
 _LONGEST_INTERVAL_S = 3600.0
 _BEAT_S = 10.0  # for the coordinator to learn of a put
@@ -98,6 +98,7 @@ class Node:
         credentials: of this node, for copies from other nodes.
         on_ready: called once, when `is_ready` becomes true.
         sources: that it may read.
+        functions: that SQL may call; None: no installed function.
         keep_orphans_s: how long files stay that the coordinator does not know.
 
     Attributes:
@@ -115,6 +116,7 @@ class Node:
         credentials: Credentials = NO_CREDENTIALS,
         on_ready: Callable[[], None] = lambda: None,
         sources: AllowedSources = AllowedSources([""]),  # noqa: B008  it is immutable
+        functions: NodeFunctions | None = None,
         keep_orphans_s: float = math.inf,
     ) -> None:
         self._store = store
@@ -139,15 +141,15 @@ class Node:
             self._memory,
             credentials,
             sources,
+            functions,
             self._room.ask,
             description.id,
             self._lock,
             self._stop,
             self.wake,
         )
-        self.row_values = RowValues(
-            store.free_bytes, expression_memory(container_bytes or MACHINE_BYTES, load_threads)
-        )
+        memory = expression_memory(container_bytes or MACHINE_BYTES, load_threads)
+        self.row_values = RowValues(store.free_bytes, memory, functions)
         self._beats = threading.Condition()
         self._leaving = Leaving()
         self._begun = self._answered = 0  # heartbeats

@@ -26,6 +26,7 @@ from cache_protocol.cli.output import size
 from cache_protocol.errors import NodeUnavailableError, NotReadyError, RequestError, short
 from cache_protocol.storage.column_stats import STATS_SCHEMA
 from cache_protocol.storage.memory_budget import ExpressionMemory
+from cache_server.node.load_functions import NodeFunctions
 from cache_server.node.turns import Turns
 from cache_server.shards.resident_rows import ResidentRows
 from cache_server.shards.version_key import VersionKey
@@ -105,9 +106,16 @@ class RowValues:
     Args:
         free_bytes: answers the memory that the shards leave; None: no limit.
         memory: how many computations run at the same time, and what each may take; others wait.
+        functions: that expressions may call; None: no installed function.
     """
 
-    def __init__(self, free_bytes: Callable[[], int | None], memory: ExpressionMemory) -> None:
+    def __init__(
+        self,
+        free_bytes: Callable[[], int | None],
+        memory: ExpressionMemory,
+        functions: NodeFunctions | None = None,
+    ) -> None:
+        self._functions = functions
         self._free_bytes = free_bytes
         self._memory_bytes = memory.num_bytes
         self._turns = Turns(memory.at_once, memory.of_namespace)
@@ -315,7 +323,8 @@ class RowValues:
                     row_query_batches, (query,), memory_bytes=self._memory_bytes, takes_lots=True
                 )
                 lots = rows.lots(start, stop, query.schema.names, _LOT_BYTES)
-                batches = process.run(run, limits, lots=lots)
+                functions = self._functions and self._functions.run_for_rows(caller.check)
+                batches = process.run(run, limits, lots=lots, functions=functions)
                 return query.result, _bounded(batch.column(0) for batch in batches)
             except LimitError as error:
                 text = " where ".join(filter(None, (expression, " AND ".join(where))))
@@ -329,7 +338,11 @@ class RowValues:
         with self._lock:
             if (known := self._queries.get(text)) is not None:
                 return known
-        check = Request(check_row_query, text, memory_bytes=self._memory_bytes)
+        if self._functions is not None:
+            bound = self._functions.bound_expressions(*text)
+        else:
+            bound = text[:2]
+        check = Request(check_row_query, (*bound, text[2]), memory_bytes=self._memory_bytes)
         query: RowQuery = sql_process.value_of(process.run(check, limits))
         with self._lock:
             while len(self._queries) >= _MOST_QUERIES:

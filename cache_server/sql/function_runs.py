@@ -45,7 +45,7 @@ _RUN: ContextVar[Run | None] = ContextVar("function_run", default=None)
 
 
 @contextmanager
-def running(run: Run) -> Iterator[None]:
+def running(run: Run | None) -> Iterator[None]:
     """Within it, queries that this thread opens compute functions by ``run``."""
     token = _RUN.set(run)
     try:

@@ -165,7 +165,6 @@ class SqlProcess:
                         self._channel.send_batch(lot)
                 elif kind is Kind.CALL:
                     self._answer_call(functions, payload)
-                    begun = time.monotonic()  # its time has another limit
                 elif kind is Kind.NOTE:
                     note(payload.to_pybytes().decode())
                 elif kind is Kind.VALUE:

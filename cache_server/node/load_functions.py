@@ -1,0 +1,127 @@
+"""Computes the functions of SQL for a load of a node: its processes, and the files that it names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NoReturn
+
+import pyarrow as pa
+
+from cache_protocol.datasets.dataset_spec import TABLE
+from cache_protocol.errors import LoadError, RequestError
+from cache_server.functions.declared import Function
+from cache_server.node.loading import Job
+from cache_server.plan.planned_functions import Functions, result_type, type_in
+from cache_server.sql.bound_functions import BoundFile, bound_function
+from cache_server.sql.function_calls import Binder, bind
+from cache_server.sql.function_runs import FileTexts, FunctionWorkers, Run
+from cache_server.tables.single_files import read_text
+
+
+@dataclass(frozen=True)
+class NodeFunctions:
+    """The functions of a node. Thread-safe.
+
+    Attributes:
+        known: that SQL may call, by name.
+        workers: compute them.
+        check_source: refuses a file that the node may not touch.
+    """
+
+    known: Mapping[str, Function]
+    workers: FunctionWorkers
+    check_source: Callable[[str], None]
+    texts: FileTexts = field(default_factory=FileTexts)
+
+    def __enter__(self) -> NodeFunctions:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.workers.close()
+
+    def check(self, name: str) -> None:
+        """Refuses a bound function that this node does not have as it was planned.
+
+        Raises:
+            LoadError: names the function and both versions.
+        """
+        bound = bound_function(name)
+        if (function := self.known.get(bound.function)) is None:
+            raise LoadError(
+                f"this node has no function {bound.function}: install its package there, and "
+                "allow it with --allow-function"
+            )
+        if function.version != bound.version:
+            raise LoadError(
+                f"this node has version {function.version} of {bound.function}, but the dataset "
+                f"was planned with {bound.version}: install the same packages on every node"
+            )
+
+    def bound_expressions(
+        self, expression: str, where: tuple[str, ...], schema: pa.Schema
+    ) -> tuple[str, tuple[str, ...]]:
+        """An expression and conditions of a view with their functions bound.
+
+        Raises:
+            RequestError: a call is wrong, or names a file, which no dataset has pinned.
+        """
+        binder = Binder(self.known, Functions(self.known).why_not, _no_file, result_type)
+        type_of = partial(type_in, {TABLE: schema})
+        found = [bind(text, type_of, binder) for text in (expression, *where)]
+        return found[0], tuple(found[1:])
+
+    def run_for_rows(self, check: Callable[[], None]) -> Run:
+        """What computes the functions of an expression of a view."""
+
+        def run(name: str, batch: pa.RecordBatch) -> pa.Array:
+            try:
+                return self.workers.run(name, batch, lambda name: {}, check)
+            except LoadError as error:
+                raise RequestError(str(error)) from None
+
+        return run
+
+    def run_for(self, job: Job) -> LoadRun:
+        """What computes the functions of one load."""
+        return LoadRun(self, job)
+
+
+def _no_file(source: str, kind: str) -> NoReturn:
+    raise RequestError(
+        f"an expression of a view must not name a file, got {source!r}: compute its column in the "
+        "`sql` of the load, which pins the file"
+    )
+
+
+class LoadRun:
+    """Computes the functions of one load; see `sql.function_runs.Run`."""
+
+    def __init__(self, functions: NodeFunctions, job: Job) -> None:
+        self._functions, self._job = functions, job
+        self._rows: dict[str, int] = {}
+
+    def __call__(self, name: str, batch: pa.RecordBatch) -> pa.Array:
+        """The values of a bound function for a batch of its arguments."""
+        self._functions.check(name)
+        first_row = self._rows.get(name, 0)
+        self._rows[name] = first_row + batch.num_rows
+        return self._functions.workers.run(
+            name, batch, self._texts, self._job.check_wanted, first_row
+        )
+
+    def _texts(self, name: str) -> dict[str, str]:
+        files = bound_function(name).files
+        return {key: self._text(file) for key, file in files.items()}
+
+    def _text(self, file: BoundFile) -> str:
+        tables = {table.name: table for table in self._job.plan.tables}
+        table = tables[file.table]
+
+        def read() -> str:
+            options, secrets = table.options, self._job.secrets_of(table)
+            return read_text(file.source, file.kind, options, secrets, file.sha256)[1]
+
+        self._functions.check_source(file.source)
+        return self._functions.texts.get(file.sha256, read)
