@@ -59,18 +59,10 @@ def functions(
     if as_json:
         print_json([{**asdict(each), "nodes": found[each]} for each in ordered])
         return
-    show_rows(
-        ["function", "version", "nodes", "what"],
-        [
-            [
-                each.signature,
-                each.version,
-                "all" if len(found[each]) == len(nodes) else ", ".join(found[each]),
-                each.text,
-            ]
-            for each in ordered
-        ],
-    )
+    for each in ordered:
+        where = "all nodes" if len(found[each]) == len(nodes) else ", ".join(found[each])
+        show_line(f"{each.signature}")
+        show_line(f"    version {each.version} on {where}: {each.text}")
 
 
 def drain(
