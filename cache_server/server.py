@@ -250,9 +250,7 @@ class CacheServer:
     ) -> tuple[Coordinating | None, CoordinatorLink]:
         """The coordinator that this process has or may have, and the link of the node to it."""
         config = self._config
-        make = partial(
-            _coordinator, config, self._credentials, sources, functions, self.endpoints
-        )
+        make = partial(_coordinator, config, self._credentials, sources, functions, self.endpoints)
         if config.leader_election is not None:
             objects = ClusterObjects(config.cluster, *config.lease)
             me = identity(node.control_location, node.process)

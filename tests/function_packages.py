@@ -7,7 +7,7 @@ from pathlib import Path
 GROUP = "trainer_data_cache.functions"
 
 # Each ends, hangs or lies at the text "bad"; the others are its length.
-MISBEHAVING = '''
+MISBEHAVING = """
 import os, time
 import pyarrow as pa
 from cache_server.functions import Column, Function
@@ -41,7 +41,7 @@ no_array = function("no_array", lambda values: [1] * len(values))
 hangs = function("hangs", lambda values: time.sleep(3600))
 hogs = function("hogs", hog)
 good = function("good", lambda values: None, version="VERSION")
-'''
+"""
 NAMES = ("raises", "dies", "exits", "too_short", "other_type", "no_array", "hangs", "hogs", "good")
 
 

@@ -8,7 +8,15 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 
 KINDS = ("bpe", "wordpiece", "unigram")
 BOS, EOS = "<s>", "</s>"
@@ -18,7 +26,7 @@ _RANGES = (
     *((0x900, 0x97F), (0x3040, 0x30FF), (0x4E00, 0x4FFF), (0xAC00, 0xAD00), (0x1F300, 0x1F64F)),
     *((0x1F3FB, 0x1F3FF), (0x200B, 0x200F), (0xFE00, 0xFE0F), (0x2028, 0x202E), (0x0, 0x1F)),
 )
-_WORDS = "the model reads a row and the cache sends it as tokens to every rank of the job".split()
+_TEXT = "the model reads a row and the cache sends it as tokens to every rank of the job"
 
 # As real ones: spans of the assistant, tools, what a message lacks, and Jinja's loops.
 TEMPLATE = """{{ bos_token }}{%- if tools %}
@@ -53,7 +61,7 @@ def texts(count: int, seed: int = 0) -> list[str]:
     def text(number: int) -> str:
         if number % 50 == 0:
             return " " * (number // 50 % 4)
-        parts = rng.choices(_WORDS, k=rng.randrange(1, 30))
+        parts = rng.choices(_TEXT.split(), k=rng.randrange(1, 30))
         for _ in range(rng.randrange(4)):
             low, high = rng.choice(_RANGES)
             odd = "".join(chr(rng.randint(low, high)) for _ in range(rng.randrange(1, 9)))
@@ -91,7 +99,11 @@ def chats(count: int, seed: int = 1) -> list[tuple[list[dict[str, Any]], list[An
 
 def trained(kind: str, path: Path, corpus: Iterable[str]) -> Path:
     """Trains a tokenizer of a kind of model, and saves it."""
-    options: dict[str, Any] = {"vocab_size": 1000, "special_tokens": _SPECIAL, "show_progress": False}
+    options: dict[str, Any] = {
+        "vocab_size": 1000,
+        "special_tokens": _SPECIAL,
+        "show_progress": False,
+    }
     if kind == "bpe":
         tokenizer = Tokenizer(models.BPE())
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

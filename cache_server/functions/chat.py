@@ -73,9 +73,7 @@ def _made(options: Mapping[str, Any]) -> Compute:
         pairs = zip(chats, of_tools, strict=True)
         rendered = [template.render(chat, tools, given) for chat, tools in pairs]
         found = tokenizer.encode_batch([text for text, _ in rendered], add_special_tokens=False)
-        masks = [
-            mask_of(each, spans) for each, (_, spans) in zip(found, rendered, strict=True)
-        ]
+        masks = [mask_of(each, spans) for each, (_, spans) in zip(found, rendered, strict=True)]
         tokens = token_lists([each.ids for each in found], dtype)
         return pa.StructArray.from_arrays(
             [tokens, token_lists(masks, _MASK)], ["tokens", "loss_mask"]
@@ -140,9 +138,7 @@ class ChatTemplate:
         spans: list[tuple[int, int]] = []
         self._generation.blocks, self._generation.spans = blocks, spans
         chat = [_with_reasoning(_without_nulls(message)) for message in messages]
-        for block in self._template.generate(
-            messages=chat, tools=tools, documents=None, **given
-        ):
+        for block in self._template.generate(messages=chat, tools=tools, documents=None, **given):
             blocks.append(block)
         return "".join(blocks), spans
 

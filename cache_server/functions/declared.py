@@ -82,7 +82,7 @@ class Function:
         make: gives the function for the options of a call. Called once in each process.
         returns: type of the result; or computes it from the types of columns, and the options.
         shows: the result in the signature, if ``returns`` computes it.
-        sees_nulls: it gets rows with nulls; otherwise such a row has a null, and it does not see it.
+        sees_nulls: it gets rows with nulls; otherwise their values are null, and it gets others.
         text: says what it does, in a line.
 
     Raises:

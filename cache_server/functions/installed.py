@@ -67,9 +67,7 @@ def why_not_installed(name: str) -> str:
     if _shipped(name) is not None:
         return f"function {name!r} is not allowed: the nodes need --allow-function {name}"
     needed = " and ".join(SHIPPED[name][1])
-    return (
-        f"function {name!r} needs {needed}: install trainer-data-cache[llm] on every node"
-    )
+    return f"function {name!r} needs {needed}: install trainer-data-cache[llm] on every node"
 
 
 def _loaded(point: EntryPoint) -> Function:
@@ -94,7 +92,5 @@ def _shipped(name: str) -> Function | None:
             import_module(package)
     except ImportError:
         return None
-    make: Callable[[], Function] = getattr(
-        import_module(f"cache_server.functions.{module}"), name
-    )
+    make: Callable[[], Function] = getattr(import_module(f"cache_server.functions.{module}"), name)
     return make()

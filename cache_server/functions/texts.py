@@ -73,14 +73,12 @@ def _taking(options: Mapping[str, Any]) -> Compute:
         raise ValueError(f"path must be such as $.a.b[0], got {path!r}")
 
     def taken(text: str) -> str | None:
-        value = json.loads(text)
+        value: Any = json.loads(text)
         for step in steps:
-            wanted = list if isinstance(step, int) else dict
-            if not isinstance(value, wanted):
-                return None
-            if isinstance(step, int) and step >= len(value):
-                return None
-            value = value[step] if isinstance(step, int) else value.get(step)
+            if isinstance(step, str):
+                value = value.get(step) if isinstance(value, dict) else None
+            else:
+                value = value[step] if isinstance(value, list) and step < len(value) else None
         if value is None or isinstance(value, str):
             return value
         return json.dumps(value, ensure_ascii=False, separators=(",", ":"))

@@ -1,4 +1,4 @@
-"""Computes the functions of SQL for a load of a node: its processes, and the files that it names."""
+"""Computes the functions of SQL for loads and views of a node, with the files that they name."""
 
 from __future__ import annotations
 

@@ -323,7 +323,9 @@ class RowValues:
                     row_query_batches, (query,), memory_bytes=self._memory_bytes, takes_lots=True
                 )
                 lots = rows.lots(start, stop, query.schema.names, _LOT_BYTES)
-                functions = self._functions and self._functions.run_for_rows(caller.check)
+                functions = None
+                if self._functions is not None:
+                    functions = self._functions.run_for_rows(caller.check)
                 batches = process.run(run, limits, lots=lots, functions=functions)
                 return query.result, _bounded(batch.column(0) for batch in batches)
             except LimitError as error:

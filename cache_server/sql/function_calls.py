@@ -156,7 +156,7 @@ def _literal(function: Function, name: str, option: Option, text: str) -> Any:
         value = text.lower() == "true"
     elif option.kind not in ("integer", "boolean") and (found := _TEXT.fullmatch(text)):
         value = found[1].replace("''", "'")
-    if value is None or value == "" and option.is_file:
+    if value is None or (value == "" and option.is_file):
         is_text = option.kind not in ("integer", "boolean")
         what = "a text in single quotes" if is_text else option.kind
         raise _wrong(function, f"{name} must be a literal, {what}, got {short(text)}")

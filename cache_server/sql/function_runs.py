@@ -246,4 +246,3 @@ class Calls:
         if self._run is None:
             raise RuntimeError("functions are not computed while a query is planned")
         return self._run(self._name, pa.RecordBatch.from_arrays(list(columns), self._names))
-

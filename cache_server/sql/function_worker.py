@@ -106,9 +106,7 @@ def _values(
     return found.take(pa.array(ranks, mask=places.is_null().to_numpy(zero_copy_only=False)))
 
 
-def _places(
-    function: Function, columns: Mapping[str, pa.Array], num_rows: int
-) -> pa.Array | None:
+def _places(function: Function, columns: Mapping[str, pa.Array], num_rows: int) -> pa.Array | None:
     """The row numbers, and a null for each row with a null; None if there is none."""
     needed = [
         column

@@ -24,8 +24,8 @@ from cache_protocol.datasets.dataset_spec import TABLE
 from cache_protocol.errors import RequestError, some_of
 from cache_server.source.pinned import Condition, no_rows
 from cache_server.sql import ignored_sql, sql_process
-from cache_server.sql.bounded import is_unbounded
 from cache_server.sql.bound_functions import as_written, bound_names
+from cache_server.sql.bounded import is_unbounded
 from cache_server.sql.exactness import Mode
 from cache_server.sql.lineage import SourceColumn, column_lineage, parts, passed_on, variant
 from cache_server.sql.planned_types import planned_schema

@@ -113,9 +113,7 @@ def test_other_loads_go_on_while_a_function_hangs_and_a_drop_ends_it(
     assert done.num_rows == ROWS
     assert client.describe("hanging").state == "loading"
     client.drop("hanging")
-    wait_until(
-        lambda: "hanging" not in [each.name for each in client.datasets()], 30, "the drop"
-    )
+    wait_until(lambda: "hanging" not in [each.name for each in client.datasets()], 30, "the drop")
     assert client.load(spec("after", source, "good(worse)")).num_rows == ROWS
 
 
