@@ -75,7 +75,7 @@ def tokenizer_of(text: str, max_length: int | None = None) -> Tokenizer:
     """The tokenizer of a file's text, without the padding that the file may ask for.
 
     Raises:
-        ValueError: it is none; or ``max_length`` is not positive.
+        ValueError: the text is no tokenizer, or ``max_length`` is not positive.
     """
     try:
         tokenizer = Tokenizer.from_str(text)

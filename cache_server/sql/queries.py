@@ -250,7 +250,7 @@ def type_of_expression(expression: str, tables: Mapping[str, pa.Schema]) -> pa.D
     """The type of an expression of columns of one table, as coerced.
 
     Raises:
-        RequestError: it is none, or tables give it different types.
+        RequestError: no table has its columns, or tables give it different types.
     """
     found: dict[pa.DataType, str] = {}
     reason = ""

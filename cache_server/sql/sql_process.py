@@ -131,7 +131,7 @@ class SqlProcess:
         """Yields the batches of a call; returns its value.
 
         Args:
-            functions: computes a bound function for a batch of its arguments; None: nobody does.
+            functions: computes a bound function for a batch of its arguments; None: a call is an error.
 
         Raises:
             LimitError: it took more than the limits, or was killed.
