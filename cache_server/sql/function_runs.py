@@ -1,8 +1,8 @@
 """Runs installed functions for queries: which processes compute a batch, and what a failure names.
 
 A query calls a bound function in the thread that runs it. `running` says who computes it there: a
-node by its `FunctionWorkers`; a process apart by the node that it works for. Where that is not said,
-as while a query is planned, a call is an error, and DataFusion leaves it as it is.
+node by its `FunctionWorkers`; a process apart by the node that it works for. Where that is not
+said, as while a query is planned, a call is an error, and DataFusion leaves it as it is.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ class SqlProcess:
         """Yields the batches of a call; returns its value.
 
         Args:
-            functions: computes a bound function for a batch of its arguments; None: a call is an error.
+            functions: computes a bound function for a batch of its arguments; None: no call may be.
 
         Raises:
             LimitError: it took more than the limits, or was killed.

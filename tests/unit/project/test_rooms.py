@@ -35,6 +35,7 @@ PURE_MODULES = (
     "cache_client/order/states.py",
     "cache_client/order/view_text.py",
     "cache_client/reading/window_sizes.py",
+    "cache_client/views/best_fit.py",
     "cache_client/views/groups.py",
     "cache_client/views/length_buckets.py",
     "cache_client/views/mixing.py",
