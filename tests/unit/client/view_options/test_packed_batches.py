@@ -128,9 +128,7 @@ def test_a_batch_is_that_of_loops(lengths, length, cut, long, fits_best, end, la
         sequences = of_best_fit(view, given_documents)
     assert view.num_tokens(0) == sum(map(len, given_documents)) == sum(map(len, sequences))
     assert view.num_padding(0) == len(sequences) * length - view.num_tokens(0)
-    expected, cu_seqlens = reference(
-        given_documents, masks, sequences, slots, length=length, pad=7
-    )
+    expected, cu_seqlens = reference(given_documents, masks, sequences, slots, length=length, pad=7)
     assert set(batch) == {"tokens", *packing.PACK_OUTPUTS, "max_seqlen"}
     for name, values in expected.items():
         assert batch[name].tolist() == values, name
