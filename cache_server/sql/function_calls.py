@@ -166,5 +166,5 @@ def _literal(function: Function, name: str, option: Option, text: str) -> Any:
 def _wrong(function: Function, problem: str) -> RequestError:
     return RequestError(
         f"a call of {function.name} is wrong: {short(as_written(problem), 200)}; it is "
-        f"{function.signature}"
+        f"{short(function.signature, 300)}"
     )
