@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -160,6 +161,21 @@ def test_the_functions_of_the_nodes_are_listed_with_signatures_and_versions(
     assert found.keys() == {*ALLOWED}
     assert found["good"]["version"] == "1"
     assert found["good"]["nodes"] == [node.node_id]
+
+
+def test_the_function_of_the_documentation_runs_as_it_stands() -> None:
+    page = Path(__file__).resolve().parents[2] / "docs" / "functions.md"
+    (block,) = [
+        found
+        for found in re.findall(r"^```python\n(.*?)^```", page.read_text("utf-8"), re.DOTALL | re.M)
+        if "count_words" in found
+    ]
+    names: dict[str, Any] = {}
+    exec(compile(block, "functions.md", "exec"), names)
+    function = names["count_words"]
+    assert function.signature == "count_words(text: string, between: text = ' ') -> int32"
+    compute = function.make({"between": ","})
+    assert compute(pa.array(["a,b", "", "c"])).to_pylist() == [2, 1, 1]
 
 
 def test_a_function_that_is_not_allowed_is_refused_with_the_way_to_allow_it(
