@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NoReturn
 
 import pyarrow as pa
 
 from cache_protocol.datasets.dataset_spec import TABLE
-from cache_protocol.errors import LoadError, RequestError
+from cache_protocol.errors import LoadError, RequestError, some_of
 from cache_server.functions.declared import Function
+from cache_server.node.desired import LoadPlan
 from cache_server.node.loading import Job
 from cache_server.plan.planned_functions import Functions, result_type, type_in
-from cache_server.sql.bound_functions import BoundFile, bound_function
+from cache_server.sql.bound_functions import BoundFile, bound_function, bound_names
 from cache_server.sql.function_calls import Binder, bind
 from cache_server.sql.function_runs import FileTexts, FunctionWorkers, Run
 from cache_server.tables.single_files import read_text
@@ -60,46 +60,70 @@ class NodeFunctions:
             )
 
     def bound_expressions(
-        self, expression: str, where: tuple[str, ...], schema: pa.Schema
+        self, expression: str, where: tuple[str, ...], schema: pa.Schema, plan: LoadPlan | None
     ) -> tuple[str, tuple[str, ...]]:
         """An expression and conditions of a view with their functions bound.
 
+        Args:
+            plan: of the version, whose files they may name.
+
         Raises:
-            RequestError: a call is wrong, or names a file, which no dataset has pinned.
+            RequestError: a call is wrong, or names a file that the load has not pinned.
         """
-        binder = Binder(self.known, Functions(self.known).why_not, _no_file, result_type)
+
+        def file(source: str, kind: str) -> tuple[BoundFile, str]:
+            names = [] if plan is None else bound_names(plan.sql)
+            pinned = [each for name in names for each in bound_function(name).files.values()]
+            for each in pinned:
+                if plan is not None and (each.source, each.kind) == (source, kind):
+                    return each, FunctionRun(self, plan).text(each)
+            raise _no_file(source, pinned)
+
+        binder = Binder(self.known, Functions(self.known).why_not, file, result_type)
         type_of = partial(type_in, {TABLE: schema})
         found = [bind(text, type_of, binder) for text in (expression, *where)]
         return found[0], tuple(found[1:])
 
-    def run_for_rows(self, check: Callable[[], None]) -> Run:
+    def run_for_rows(self, plan: LoadPlan | None, check: Callable[[], None]) -> Run:
         """What computes the functions of an expression of a view."""
+        running = FunctionRun(self, plan, check)
 
         def run(name: str, batch: pa.RecordBatch) -> pa.Array:
             try:
-                return self.workers.run(name, batch, lambda name: {}, check)
+                return running(name, batch)
             except LoadError as error:
                 raise RequestError(str(error)) from None
 
         return run
 
-    def run_for(self, job: Job) -> LoadRun:
+    def run_for(self, job: Job) -> Run:
         """What computes the functions of one load."""
-        return LoadRun(self, job)
+        return FunctionRun(self, job.plan, job.check_wanted)
 
 
-def _no_file(source: str, kind: str) -> NoReturn:
-    raise RequestError(
-        f"an expression of a view must not name a file, got {source!r}: compute its column in the "
-        "`sql` of the load, which pins the file"
+def _no_file(source: str, pinned: Iterable[BoundFile]) -> RequestError:
+    known = some_of(dict.fromkeys(repr(each.source) for each in pinned)) or "none"
+    return RequestError(
+        f"an expression of a view may name the files that the load has pinned, {known}; got "
+        f"{source!r}: name it in the `sql` of the load"
     )
 
 
-class LoadRun:
-    """Computes the functions of one load; see `sql.function_runs.Run`."""
+class FunctionRun:
+    """Computes the functions of one load, or of a view of it; see `sql.function_runs.Run`.
 
-    def __init__(self, functions: NodeFunctions, job: Job) -> None:
-        self._functions, self._job = functions, job
+    Args:
+        plan: of the load; None: it is not known, and there are no files.
+        check: raises an error when the values are no longer needed.
+    """
+
+    def __init__(
+        self,
+        functions: NodeFunctions,
+        plan: LoadPlan | None,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._functions, self._plan, self._check = functions, plan, check
         self._rows: dict[str, int] = {}
 
     def __call__(self, name: str, batch: pa.RecordBatch) -> pa.Array:
@@ -107,20 +131,20 @@ class LoadRun:
         self._functions.check(name)
         first_row = self._rows.get(name, 0)
         self._rows[name] = first_row + batch.num_rows
-        return self._functions.workers.run(
-            name, batch, self._texts, self._job.check_wanted, first_row
-        )
+        return self._functions.workers.run(name, batch, self._texts, self._check, first_row)
 
     def _texts(self, name: str) -> dict[str, str]:
         files = bound_function(name).files
-        return {key: self._text(file) for key, file in files.items()}
+        return {key: self.text(file) for key, file in files.items()}
 
-    def _text(self, file: BoundFile) -> str:
-        tables = {table.name: table for table in self._job.plan.tables}
-        table = tables[file.table]
+    def text(self, file: BoundFile) -> str:
+        """The text of a file that the load has pinned."""
+        assert self._plan is not None
+        table = next(table for table in self._plan.tables if table.name == file.table)
+        secrets = self._plan.secrets.get(file.table, {})
 
         def read() -> str:
-            options, secrets = table.options, self._job.secrets_of(table)
+            options = table.options
             return read_text(file.source, file.kind, options, secrets, file.sha256)[1]
 
         self._functions.check_source(file.source)

@@ -37,7 +37,7 @@ from cache_protocol.wire.credentials import NO_CREDENTIALS, Credentials
 from cache_server.auth.principals import ANYONE, EVERYTHING, Principal, Viewer
 from cache_server.egress.allowed_sources import AllowedSources
 from cache_server.node import heartbeat_messages
-from cache_server.node.desired import DesiredState, DesiredVersion
+from cache_server.node.desired import DesiredState, DesiredVersion, LoadPlan
 from cache_server.node.heartbeat_log import HeartbeatLog
 from cache_server.node.heartbeat_messages import DesiredDecoder, ReportEncoder, SealedShards
 from cache_server.node.leaving import Leaving
@@ -149,7 +149,7 @@ class Node:
             self.wake,
         )
         memory = expression_memory(container_bytes or MACHINE_BYTES, load_threads)
-        self.row_values = RowValues(store.free_bytes, memory, functions)
+        self.row_values = RowValues(store.free_bytes, memory, functions, self._plan_of)
         self._beats = threading.Condition()
         self._leaving = Leaving()
         self._begun = self._answered = 0  # heartbeats
@@ -249,6 +249,11 @@ class Node:
                     f"node {self.description.id} stops, or its coordinator did not answer within "
                     f"{_BEAT_S:g} s"
                 )
+
+    def _plan_of(self, key: VersionKey) -> LoadPlan | None:
+        with self._lock:
+            desired = state.desired if (state := self._states.get(key)) else None
+            return desired.plan if desired else None
 
     # -- reading -------------------------------------------------------------------------------
 

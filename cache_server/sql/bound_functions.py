@@ -11,7 +11,7 @@ from __future__ import annotations
 import base64
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Final
@@ -19,7 +19,8 @@ from typing import Any, Final
 import pyarrow as pa
 
 _MARK: Final = "_bound_"
-_NAME = re.compile(rf"\b([a-z][a-z0-9_]*?){_MARK}([a-z2-7]+)\b")
+# So long that no name of a person is one, such as ``upper_bound_price``.
+_NAME = re.compile(rf"\b([a-z][a-z0-9_]*?){_MARK}([a-z2-7]{{100,}})\b")
 
 
 @dataclass(frozen=True)
@@ -98,5 +99,52 @@ def bound_names(sql: str) -> list[str]:
 
 
 def as_written(text: str) -> str:
-    """SQL, or a message, with the names of functions that a user wrote."""
-    return _NAME.sub(r"\1", text)
+    """SQL, or a message, with calls as a user may write them."""
+    while (found := _NAME.search(text)) is not None:
+        shown, stop = found[1], found.end()
+        inside = _arguments(text, stop) if text[stop : stop + 1] == "(" else None
+        if inside is not None and (bound := _decoded(found[0])) is not None:
+            columns, stop = inside
+            shown += f"({', '.join(_written(bound, columns))})"
+        text = text[: found.start()] + shown + text[stop:]
+    return text
+
+
+def _decoded(name: str) -> BoundFunction | None:
+    try:
+        return bound_function(name)
+    except (ValueError, TypeError):  # a text that only looks like a name
+        return None
+
+
+def _written(bound: BoundFunction, columns: list[str]) -> Iterator[str]:
+    for place, (name, column) in enumerate(zip(bound.columns, columns, strict=False)):
+        yield f"{name} => {column}" if place else column
+    for name, file in bound.files.items():
+        yield f"{name} => {_literal(file.source)}"
+    for name, value in bound.options.items():
+        yield f"{name} => {_literal(value)}"
+
+
+def _literal(value: Any) -> str:
+    if isinstance(value, str):
+        return "'" + value.replace("'", "''") + "'"
+    return str(value).lower()
+
+
+def _arguments(text: str, opening: int) -> tuple[list[str], int] | None:
+    """The arguments of a call, and where it ends; None: the text is cut before."""
+    depth, quote, start = 0, "", opening + 1
+    found = []
+    for at in range(opening, len(text)):
+        letter = text[at]
+        if quote or letter in "'\"":
+            quote = "" if letter == quote else quote or letter
+            continue
+        depth += (letter in "([{") - (letter in ")]}")
+        if depth == 0 or (depth == 1 and letter == ","):
+            found.append(text[start:at].strip())
+            start = at + 1
+        if depth == 0:
+            return found, at + 1
+    return None

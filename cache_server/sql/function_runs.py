@@ -18,7 +18,7 @@ from typing import Protocol
 
 import pyarrow as pa
 
-from cache_protocol.errors import LoadError, short
+from cache_protocol.errors import LoadError, NodeUnavailableError, short
 from cache_server.sql.bound_functions import bound_function
 from cache_server.sql.function_worker import MOST_MADE, compute
 from cache_server.sql.sql_frames import Request
@@ -74,9 +74,11 @@ class FunctionWorkers:
         self._search_s = min(slice_s, _SEARCH_S)
         self._processes = Pool(most_idle=count, spare=0)
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="function")
+        self._closed = threading.Event()
 
     def close(self) -> None:
         """Ends the processes, also those that compute."""
+        self._closed.set()
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._processes.close()
 
@@ -165,6 +167,8 @@ class FunctionWorkers:
         def check() -> None:
             if gone.is_set():
                 raise _GoneError
+            if self._closed.is_set():
+                raise NodeUnavailableError("this node stops, and computes no functions")
 
         limits = Limits(self._limits.memory_bytes, time_s or self._limits.time_s, check)
         try:

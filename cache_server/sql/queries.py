@@ -243,7 +243,7 @@ def computed_columns(sql: str, tables: Mapping[str, pa.Schema]) -> dict[str, str
         written = Unparser(Dialect.default()).plan_to_sql(plan)
     except Exception:  # DataFusion raises bare Exception; not every plan has SQL
         return {}
-    return column_expressions(written, frame.schema().names, _scans(plan))
+    return column_expressions(as_written(written), frame.schema().names, _scans(plan))
 
 
 def type_of_expression(expression: str, tables: Mapping[str, pa.Schema]) -> pa.DataType:

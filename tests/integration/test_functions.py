@@ -134,9 +134,7 @@ def test_a_whole_query_calls_functions(client: CacheClient, source: Path) -> Non
     assert batch["n"].tolist() == [10, 90, 900, 2000]
 
 
-def test_expressions_of_views_call_functions_without_files(
-    client: CacheClient, source: Path
-) -> None:
+def test_expressions_of_views_call_functions(client: CacheClient, source: Path) -> None:
     client.load(DatasetSpec("viewed", source, sql="SELECT row, text, worse FROM source"))
 
     def rows(where: str) -> list[int]:
@@ -146,7 +144,7 @@ def test_expressions_of_views_call_functions_without_files(
     assert rows("good(text) = 6 AND hash_bucket(text, 1) = 0") == list(range(10))
     with pytest.raises(RequestError, match=f"function raises raised KeyError.* row {BAD} of"):
         rows("raises(worse) = 6")
-    with pytest.raises(RequestError, match=r"must not name a file, got '/t\.json'"):
+    with pytest.raises(RequestError, match=r"pinned, none; got '/t\.json': name it in the `sql`"):
         rows("array_length(tokenize(text, '/t.json')) = 1")
 
 

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from tokenizers import Tokenizer
 
-from cache_client import CacheClient, DatasetSpec
+from cache_client import CacheClient, CacheIterableDataset, Connection, DatasetSpec, View
 from cache_protocol.errors import LoadError, RequestError
 from cache_server import LocalCluster
 from tests.tokenizers_here import BOS, EOS, KINDS, TEMPLATE, chats, texts, trained
@@ -128,6 +128,29 @@ def test_options_cut_leave_out_special_tokens_count_and_decode(
     assert table["number"].to_pylist() == [*map(len, plain), None]
     assert table["decoded"].to_pylist() == TEXTS
     assert max(map(len, table["cut"].to_pylist()[:-1])) == 5
+
+
+def test_a_view_counts_and_reads_tokens_by_the_tokenizer_that_the_load_has_pinned(
+    client: CacheClient, folder: Path, tmp_path: Path
+) -> None:
+    tokenizer = tmp_path / "tokenizer.json"
+    tokenizer.write_bytes((folder / "bpe.json").read_bytes())
+    sql = f"SELECT text, tokenize(text, '{tokenizer}') AS tokens FROM source WHERE text IS NOT NULL"
+    client.load(DatasetSpec("pinned", folder / "texts.parquet", sql=sql))
+    tokenizer.write_text("{}")  # the nodes that have read it do not read it again
+
+    def rows(where: str) -> list[str]:
+        cache, view = Connection(client.endpoint), View(where=where)
+        dataset = CacheIterableDataset("pinned", batch_size=10_000, cache=cache, view=view)
+        return [text for batch in dataset for text in batch["text"]]
+
+    of_three = [text for text in TEXTS if text and len(text.split()) == 3 and text.isascii()]
+    number = f"num_tokens(text, '{tokenizer}')"
+    assert len(rows(f"{number} = array_length(tokens)")) == len(TEXTS) - 1
+    same = f"decode_tokens(tokens, '{tokenizer}', skip_special_tokens => true) = text"
+    assert {*of_three} <= {*rows(same)}
+    with pytest.raises(RequestError, match=rf"has pinned, '{tokenizer}'; got '/other'"):
+        rows("num_tokens(text, '/other') = 1")
 
 
 def test_tokens_take_four_bytes_where_the_vocabulary_needs_them(

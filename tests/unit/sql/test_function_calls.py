@@ -58,20 +58,25 @@ def test_a_name_tells_literals_digests_and_types_and_comes_back() -> None:
 @pytest.mark.parametrize(
     ("sql", "written"),
     [
-        ("SELECT shout(a, 'w') FROM t", "SELECT shout(a) FROM t"),
-        ("SELECT SHOUT ( a , 'w' ), b FROM t", "SELECT shout(a), b FROM t"),
-        ("SELECT shout(concat(a, ')', b), 'w') FROM t", "SELECT shout(concat(a, ')', b)) FROM t"),
-        ("SELECT shout([a, b][1], 'w') FROM t", "SELECT shout([a, b][1]) FROM t"),
-        ("SELECT shout(shout(a, 'w'), 'v') FROM t", "SELECT shout(shout(a)) FROM t"),
-        ("SELECT 'shout(a)', \"shout\", x.shout FROM t", None),
-        ("SELECT shout -- shout(\n FROM t", None),
-        ("SELECT shouts(a) FROM t", None),
+        ("shout(a, 'w')", "shout(a, words => 'w')"),
+        ("SHOUT ( a , 'w' ), b", "shout(a, words => 'w'), b"),
+        ("shout(concat(a, ')', \"b'\"), 'w')", "shout(concat(a, ')', \"b'\"), words => 'w')"),
+        ("shout([a, b][1], 'w''s')", "shout([a, b][1], words => 'w''s')"),
+        ("shout(shout(a, 'w'), 'v')", "shout(shout(a, words => 'w'), words => 'v')"),
+        ("shout(a, 'w', 2, false, '?', b)",
+         "shout(a, other => b, words => 'w', loud => false, sign => '?', times => 2)"),
+        ("'shout(a)', \"shout\", x.shout", None),
+        ("shout -- shout(\n", None),
+        ("shouts(a)", None),
     ],
 )  # fmt: skip
 def test_calls_are_found_where_they_are_and_not_in_texts_names_and_comments(
     sql: str, written: str | None
 ) -> None:
-    assert as_written(bound(sql)) == (sql if written is None else written)
+    found = bound(f"SELECT {sql} FROM t")
+    assert as_written(found) == f"SELECT {sql if written is None else written} FROM t"
+    if written is not None:
+        assert bound(as_written(found)) == found
 
 
 @pytest.mark.parametrize(
@@ -103,6 +108,18 @@ def test_no_user_writes_the_name_of_a_bound_function() -> None:
     written = bound("SELECT shout(a, 'w') FROM t")
     with pytest.raises(RequestError, match="is no function: write its call as documented"):
         bound(written)
+
+
+def test_a_name_of_a_person_is_not_one_of_a_bound_function() -> None:
+    for sql in (
+        "SELECT upper_bound_price, lower_bound_abc(a) FROM t",
+        f"SELECT a_bound_{'a' * 99}",
+    ):
+        assert bound(sql) == as_written(sql) == sql
+    garbage = f"SELECT a_bound_{'a' * 120}(b) FROM t"
+    assert as_written(garbage) == "SELECT a(b) FROM t"
+    with pytest.raises(RequestError, match="is no function"):
+        bound(garbage)
 
 
 def test_a_signature_shows_types_and_defaults() -> None:
