@@ -251,9 +251,8 @@ class Node:
                 )
 
     def _plan_of(self, key: VersionKey) -> LoadPlan | None:
-        with self._lock:
-            desired = state.desired if (state := self._states.get(key)) else None
-            return desired.plan if desired else None
+        state = self._states.get(key)
+        return state.desired.plan if state else None
 
     # -- reading -------------------------------------------------------------------------------
 
@@ -280,11 +279,7 @@ class Node:
                 return rows
             if not self._joined.is_set():
                 raise NotReadyError("this node has not reached its coordinator yet")
-            kept = [
-                key
-                for key, state in self._states.items()
-                if not state.is_retired and state.is_seen_by(viewer)
-            ]
+            kept = [k for k, s in self._states.items() if not s.is_retired and s.is_seen_by(viewer)]
             others = [key.fingerprint for key in kept if key.dataset == dataset]
             if others:
                 raise StaleVersionError(
