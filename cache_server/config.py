@@ -282,7 +282,7 @@ class NodeConfig(BaseModel):
         Count | None,
         Flag(
             "Processes that compute the functions of SQL; default: one for each processor, up to "
-            "8. Each has the memory limit of a row expression."
+            "8. Each has the memory limit of a row expression, at least 384 MiB."
         ),
     ] = None
     scrub_interval_s: Annotated[

@@ -65,6 +65,7 @@ from cache_server.web.service import WebService
 logger = logging.getLogger(__name__)
 
 _MOST_FUNCTION_WORKERS = 8
+_LEAST_FUNCTION_BYTES = 384 << 20  # of address space: a tokenizer of 128,000 tokens takes half
 _JOIN_TIMEOUT_S = 10.0
 _KEYS_TIMEOUT_S = 20.0  # for the keys of callers, at the start
 _MOST_RANKS = 1024  # of a job, on the page: 60 ms
@@ -503,7 +504,9 @@ def _node_functions(
     load_threads: int,
 ) -> NodeFunctions:
     container_bytes = config.container_memory_limit_bytes or MACHINE_BYTES
-    memory_bytes = expression_memory(container_bytes, load_threads).num_bytes
+    memory_bytes = max(
+        expression_memory(container_bytes, load_threads).num_bytes, _LEAST_FUNCTION_BYTES
+    )
     count = config.function_workers or min(_num_processors(), _MOST_FUNCTION_WORKERS)
     return NodeFunctions(functions, FunctionWorkers(count, memory_bytes), sources.check_source)
 

@@ -40,8 +40,15 @@ other_type = function("other_type", lambda values: pa.array([1.5] * len(values))
 no_array = function("no_array", lambda values: [1] * len(values))
 hangs = function("hangs", lambda values: time.sleep(3600))
 hogs = function("hogs", hog)
+def hog_when_made(options):
+    hog([])
+
+hogs_when_made = Function(
+    "hogs_when_made", "1", {"text": Column(pa.string())}, hog_when_made, pa.int32()
+)
 good = function("good", lambda values: None, version="VERSION")
 """
+LATE = ("hogs_when_made",)  # that fails before it gets a row
 NAMES = ("raises", "dies", "exits", "too_short", "other_type", "no_array", "hangs", "hogs", "good")
 
 
@@ -55,6 +62,6 @@ def install(folder: Path, *, version: str = "1") -> Path:
     metadata.mkdir(parents=True)
     (folder / "misbehaving.py").write_text(MISBEHAVING.replace("VERSION", version))
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: misbehaving\nVersion: 1.0\n")
-    points = "".join(f"{name} = misbehaving:{name}\n" for name in NAMES)
+    points = "".join(f"{name} = misbehaving:{name}\n" for name in (*NAMES, *LATE))
     (metadata / "entry_points.txt").write_text(f"[{GROUP}]\n{points}")
     return folder

@@ -97,8 +97,16 @@ class NodeFunctions:
         return run
 
     def run_for(self, job: Job) -> Run:
-        """What computes the functions of one load."""
-        return FunctionRun(self, job.plan, job.check_wanted)
+        """What computes the functions of one load, whose files are read by then.
+
+        Raises:
+            LoadError: this node lacks a function, has another version of it, or cannot read a file.
+        """
+        run = FunctionRun(self, job.plan, job.check_wanted)
+        for name in bound_names(job.plan.sql):
+            self.check(name)
+            run.texts(name)
+        return run
 
 
 def _no_file(source: str, pinned: Iterable[BoundFile]) -> RequestError:
@@ -131,9 +139,10 @@ class FunctionRun:
         self._functions.check(name)
         first_row = self._rows.get(name, 0)
         self._rows[name] = first_row + batch.num_rows
-        return self._functions.workers.run(name, batch, self._texts, self._check, first_row)
+        return self._functions.workers.run(name, batch, self.texts, self._check, first_row)
 
-    def _texts(self, name: str) -> dict[str, str]:
+    def texts(self, name: str) -> dict[str, str]:
+        """The texts of the files of a bound function."""
         files = bound_function(name).files
         return {key: self.text(file) for key, file in files.items()}
 

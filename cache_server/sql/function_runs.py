@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
@@ -120,11 +121,15 @@ class FunctionWorkers:
     def _slice(
         self, name: str, rows: pa.RecordBatch, texts: Texts, gone: threading.Event, first_row: int
     ) -> pa.Array:
-        found = self._tried(name, rows, texts, gone)
-        if isinstance(found, pa.Array):
-            return found
         function = bound_function(name).function
-        row, length, reason = self._culprit(name, rows, texts, gone, found)
+        try:
+            found = self._tried(name, rows, texts, gone)
+            if isinstance(found, pa.Array):
+                return found
+            row, length, reason = self._culprit(name, rows, texts, gone, found)
+        except _UnmadeError as error:
+            reason = short(str(error), 200)
+            raise LoadError(f"function {function} {reason}, before it got a row") from None
         where = f"row {first_row + row}"
         if length > 1:
             where = f"rows {first_row + row} to {first_row + row + length - 1}, together"
@@ -184,15 +189,43 @@ class _GoneError(Exception):
     """The values are no longer needed."""
 
 
+class _UnmadeError(Exception):
+    """The function could not be made; the message is a verb and its object."""
+
+
 def _computed(
     process: SqlProcess, limits: Limits, name: str, rows: pa.RecordBatch, texts: Texts
 ) -> pa.Array:
-    known = process.known
-    clear = name not in known and len(known) >= MOST_MADE
+    if name not in process.known:  # the time of a slice does not count what is imported and made
+        files = texts(name)
+        try:
+            _make(process, limits, name, rows, files)
+        except (LimitError, LoadError) as error:
+            raise _UnmadeError(str(error)) from None
+    (batch,) = process.run(_request(name, None, limits), limits, lots=[rows])
+    return batch.column(0)
+
+
+def _make(
+    process: SqlProcess,
+    limits: Limits,
+    name: str,
+    rows: pa.RecordBatch,
+    files: Mapping[str, str],
+) -> None:
+    """Lets a process make a function, by a batch without rows."""
+    clear = len(process.known) >= MOST_MADE
     if clear:
-        known.clear()
-    files = None if name in known else texts(name)
-    request = Request(
+        process.known.clear()
+    request = _request(name, files, limits, clear=clear)
+    list(process.run(request, replace(limits, time_s=_SLICE_S), lots=[rows.slice(0, 0)]))
+    process.known.add(name)
+
+
+def _request(
+    name: str, files: Mapping[str, str] | None, limits: Limits, *, clear: bool = False
+) -> Request:
+    return Request(
         compute,
         (name, files),
         {"clear": clear},
@@ -200,9 +233,6 @@ def _computed(
         takes_lots=True,
         may_grow=True,
     )
-    (batch,) = process.run(request, limits, lots=[rows])
-    known.add(name)
-    return batch.column(0)
 
 
 def _slices(batch: pa.RecordBatch, count: int) -> list[tuple[int, int]]:

@@ -89,6 +89,8 @@ def _values(
         kept = places.drop_null()
         columns = {name: column.take(kept) for name, column in columns.items()}
     num_rows = batch.num_rows if places is None else len(kept)
+    if not num_rows:  # no function gets an empty batch
+        return pa.nulls(batch.num_rows, bound.result)
     found = run(**columns)
     if isinstance(found, pa.ChunkedArray):
         found = found.combine_chunks()
