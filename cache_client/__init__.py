@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING
 
 from cache_client.control.client import CacheClient
 from cache_client.control.forecast import LoadForecast, TableForecast
-from cache_client.control.infos import DatasetInfo, DrainInfo, NodeInfo, OrphanInfo, ShareInfo
+from cache_client.control.infos import (
+    DatasetInfo,
+    DrainInfo,
+    FunctionInfo,
+    NodeInfo,
+    OrphanInfo,
+    ShareInfo,
+)
 from cache_client.epochs.stats import NodeStats, ReadStats
 from cache_client.job.connection import Connection
 from cache_client.writing.writes import Write
@@ -86,6 +93,7 @@ __all__ = [
     "DatasetSpec",
     "DrainInfo",
     "Frequent",
+    "FunctionInfo",
     "InvalidImageError",
     "InvalidRowsError",
     "InvalidTextError",

@@ -43,7 +43,7 @@ from cache_client.cli.display import (
 )
 from cache_client.cli.doctor import examine
 from cache_client.cli.job_commands import audit_job, jobs, rows, seen, top
-from cache_client.cli.node_commands import drain, nodes, undrain
+from cache_client.cli.node_commands import drain, functions, nodes, undrain
 from cache_client.cli.stats_command import stats
 from cache_client.cli.step_rows import NotShownError
 from cache_client.control.client import MAX_MEMORY_BYTES, MAX_NODES, CacheClient
@@ -333,6 +333,7 @@ def _kept(info: DatasetInfo) -> str:
 
 app.command()(nodes)
 app.command()(drain)
+app.command()(functions)
 app.command()(undrain)
 app.command()(jobs)
 app.command()(top)

@@ -285,6 +285,21 @@ class NodeConfig(BaseModel):
             metavar="<prefix>",
         ),
     ] = ("",)
+    allow_function: Annotated[
+        tuple[str, ...] | None,
+        Flag(
+            "Function that SQL of loads and views may call; repeat it for more. Default: those of "
+            "this package, as far as their libraries are installed.",
+            metavar="<name>",
+        ),
+    ] = None
+    function_workers: Annotated[
+        Count | None,
+        Flag(
+            "Processes that compute the functions of SQL; default: one for each processor, up to "
+            "8. Each has the memory limit of a row expression, at least 384 MiB."
+        ),
+    ] = None
     scrub_interval_s: Annotated[
         Lease,
         Flag(

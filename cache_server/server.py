@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +26,7 @@ from cache_protocol.errors import (
     NodeUnavailableError,
     UnauthenticatedError,
 )
-from cache_protocol.storage.memory_budget import loads_at_once
+from cache_protocol.storage.memory_budget import expression_memory, loads_at_once
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.wire.credentials import TLS_SCHEME, Credentials
 from cache_protocol.wire.protocol_version import PROTOCOL
@@ -44,9 +44,12 @@ from cache_server.egress.allowed_sources import AllowedSources
 from cache_server.election.cluster_objects import ClusterObjects
 from cache_server.election.election import Election
 from cache_server.election.lease import identity
+from cache_server.functions.declared import Function
+from cache_server.functions.installed import installed
 from cache_server.node import peer_files
 from cache_server.node.coordinator_link import RemoteCoordinator
 from cache_server.node.link import CoordinatorLink
+from cache_server.node.load_functions import NodeFunctions
 from cache_server.node.node import Node
 from cache_server.node.status import CacheStatus, NodeStatus
 from cache_server.node.traffic import Traffic
@@ -55,10 +58,13 @@ from cache_server.rpc.flight_service import FlightService
 from cache_server.shards.huge_pages import HugePages
 from cache_server.shards.scrub import Scrub
 from cache_server.shards.store import ShardStore
+from cache_server.sql.function_runs import FunctionWorkers
 from cache_server.web.service import WebService
 
 logger = logging.getLogger(__name__)
 
+_MOST_FUNCTION_WORKERS = 8
+_LEAST_FUNCTION_BYTES = 384 << 20  # of address space: a tokenizer of 128,000 tokens takes half
 _JOIN_TIMEOUT_S = 10.0
 _KEYS_TIMEOUT_S = 20.0  # for the keys of callers, at the start
 _MOST_RANKS = 1024  # of a job, on the page: 60 ms
@@ -111,8 +117,9 @@ class CacheServer:
             self._listen(stack)
             sources = AllowedSources(config.allow_source)
             stack.enter_context(gate.opened(sources))
-            description = self._description(store)
-            own, link = self._coordinate(stack, description, sources)
+            functions = installed(config.allow_function)
+            description = self._description(store, functions)
+            own, link = self._coordinate(stack, description, sources, functions)
             coordinator = None if own is None else own.coordinator
             self._readiness = _Readiness(
                 self._control.set_ready, waits=coordinator is not None and load is not None
@@ -126,6 +133,9 @@ class CacheServer:
                     memory=self._memory,
                     credentials=self._credentials,
                     sources=sources,
+                    functions=stack.enter_context(
+                        _node_functions(config, functions, sources, load_threads)
+                    ),
                     on_ready=self._readiness.set_node,
                     keep_orphans_s=(
                         math.inf if config.keep_orphans_s is None else config.keep_orphans_s
@@ -193,7 +203,7 @@ class CacheServer:
             protocol=PROTOCOL,
         )
 
-    def _description(self, store: ShardStore) -> pb.Node:
+    def _description(self, store: ShardStore, functions: Mapping[str, Function]) -> pb.Node:
         return pb.Node(
             id=store.node_id,
             flight_location=self.endpoints.flight_location,
@@ -204,6 +214,12 @@ class CacheServer:
             version=version("trainer-data-cache"),
             name=socket.gethostname(),
             protocol=PROTOCOL,
+            functions=[
+                pb.NodeFunction(
+                    name=each.name, version=each.version, signature=each.signature, text=each.text
+                )
+                for each in functions.values()
+            ],
         )
 
     def _serve(self, own: Coordinating | None) -> None:
@@ -227,11 +243,15 @@ class CacheServer:
             self._node.wait_until_joined(_JOIN_TIMEOUT_S)
 
     def _coordinate(
-        self, stack: ExitStack, node: pb.Node, sources: AllowedSources
+        self,
+        stack: ExitStack,
+        node: pb.Node,
+        sources: AllowedSources,
+        functions: Mapping[str, Function],
     ) -> tuple[Coordinating | None, CoordinatorLink]:
         """The coordinator that this process has or may have, and the link of the node to it."""
         config = self._config
-        make = partial(_coordinator, config, self._credentials, sources, self.endpoints)
+        make = partial(_coordinator, config, self._credentials, sources, functions, self.endpoints)
         if config.leader_election is not None:
             objects = ClusterObjects(config.cluster, *config.lease)
             me = identity(node.control_location, node.process)
@@ -456,6 +476,7 @@ def _coordinator(
     config: NodeConfig,
     credentials: Credentials,
     sources: AllowedSources,
+    functions: Mapping[str, Function],
     endpoints: pb.CoordinatorEndpoints,
     catalogue: Catalogue,
     term: int,
@@ -465,6 +486,7 @@ def _coordinator(
     return Coordinator(
         catalogue,
         sources=sources,
+        functions=functions,
         endpoints=of_term,
         heartbeat_interval_s=config.heartbeat_interval_s,
         node_timeout_s=config.node_timeout_s,
@@ -473,6 +495,18 @@ def _coordinator(
         ask_holder=partial(peer_files.held_shards, credentials=credentials),
         shares=config.namespace_share,
     )
+
+
+def _node_functions(
+    config: NodeConfig,
+    functions: Mapping[str, Function],
+    sources: AllowedSources,
+    load_threads: int,
+) -> NodeFunctions:
+    all_bytes = config.memory().all_bytes
+    memory_bytes = max(expression_memory(all_bytes, load_threads).num_bytes, _LEAST_FUNCTION_BYTES)
+    count = config.function_workers or min(_num_processors(), _MOST_FUNCTION_WORKERS)
+    return NodeFunctions(functions, FunctionWorkers(count, memory_bytes), sources.check_source)
 
 
 def _catalogue_dir(config: NodeConfig) -> Path:

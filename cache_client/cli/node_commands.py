@@ -11,7 +11,7 @@ import typer
 from cache_client.cli.app import AsJson, Endpoint, TimeoutS, client_of
 from cache_client.cli.display import print_json, show_line, show_rows
 from cache_client.control.drains import what_is_left
-from cache_client.control.infos import NodeInfo
+from cache_client.control.infos import FunctionInfo, NodeInfo
 from cache_protocol.cli.output import size
 from cache_protocol.errors import ConfigError
 
@@ -44,6 +44,25 @@ def nodes(endpoint: Endpoint = None, timeout_s: TimeoutS = 30.0, as_json: AsJson
             for node in found
         ],
     )
+
+
+def functions(
+    endpoint: Endpoint = None, timeout_s: TimeoutS = 30.0, as_json: AsJson = False
+) -> None:
+    """List the functions that SQL may call on the nodes."""
+    nodes = [node for node in client_of(endpoint, timeout_s=timeout_s).nodes() if node.alive]
+    found: dict[FunctionInfo, list[str]] = {}
+    for node in nodes:
+        for function in node.functions:
+            found.setdefault(function, []).append(node.id)
+    ordered = sorted(found, key=lambda each: (each.name, each.version))
+    if as_json:
+        print_json([{**asdict(each), "nodes": found[each]} for each in ordered])
+        return
+    for each in ordered:
+        where = "all nodes" if len(found[each]) == len(nodes) else ", ".join(found[each])
+        show_line(f"{each.signature}")
+        show_line(f"    version {each.version} on {where}: {each.text}")
 
 
 def drain(

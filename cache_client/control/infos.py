@@ -144,6 +144,22 @@ class ShareInfo:
 
 
 @dataclass(frozen=True)
+class FunctionInfo:
+    """A function that SQL may call on a node.
+
+    Attributes:
+        version: of its results.
+        signature: arguments and result.
+        text: what it does.
+    """
+
+    name: str
+    version: str
+    signature: str
+    text: str
+
+
+@dataclass(frozen=True)
 class NodeInfo:
     """One cache node.
 
@@ -153,6 +169,7 @@ class NodeInfo:
         untrusted: why the coordinator ignores the node; empty: it does not.
         name: host name of its machine, or of its pod.
         drain: of the node; None: it is not drained.
+        functions: that SQL may call on it.
     """
 
     id: str
@@ -167,6 +184,7 @@ class NodeInfo:
     untrusted: str = ""
     name: str = ""
     drain: DrainInfo | None = None
+    functions: tuple[FunctionInfo, ...] = ()
 
 
 def node_info(node: pb.Node) -> NodeInfo:
@@ -176,6 +194,7 @@ def node_info(node: pb.Node) -> NodeInfo:
         node,
         memory_limit_bytes=node.memory_limit_bytes or None,
         drain=record(DrainInfo, node.drain) if node.HasField("drain") else None,
+        functions=tuple(record(FunctionInfo, each) for each in node.functions),
     )
 
 

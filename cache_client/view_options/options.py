@@ -19,7 +19,11 @@ from cache_client.job.argument_names import names_explained
 from cache_client.job.arguments import are_names, flag_problems, integer_problem
 from cache_client.order.view_text import view_text
 from cache_client.view_options.lookups import MAX_BUCKETS, Frequent, Join, Rule, Vocabulary
-from cache_client.views.packing import PACK_OUTPUTS, PackOutput
+from cache_client.views.packing import (
+    LONG_DOCUMENTS,
+    PACK_OUTPUTS,
+    PackOutput,
+)
 from cache_client.views.splits import MOST_FOLDS, as_fraction, is_whole
 from cache_protocol.datasets.values import as_integer, as_number
 from cache_protocol.errors import ConfigError, some_of
@@ -130,6 +134,12 @@ def _outputs(name: str, value: Any) -> list[str]:
     if are_names(value) and set(value) <= set(PACK_OUTPUTS):
         return []
     return [f"{name} must be some of {', '.join(PACK_OUTPUTS)}, got {value!r}"]
+
+
+def _long_documents(name: str, value: Any) -> list[str]:
+    if value in LONG_DOCUMENTS:
+        return []
+    return [f"{name} must be one of {', '.join(LONG_DOCUMENTS)}, got {value!r}"]
 
 
 def _window(name: str, value: Any) -> list[str]:
@@ -255,6 +265,18 @@ class View:
     cut_documents: bool = _option(flag_problems, default=True, needs=("pack",))
     """True: the stream of shuffled documents is cut every L tokens. False: a document stays whole,
     unless it has more than L tokens."""
+
+    long_documents: str = _option(_long_documents, default="split", needs=("cut_documents",))
+    """With ``cut_documents=False``, what becomes of a document of more than L tokens: ``split``
+    into pieces of L and a rest, ``drop``, or ``truncate`` to its first L tokens."""
+
+    best_fit: bool = _option(flag_problems, default=False, needs=("long_documents",))
+    """Pack whole documents, which are dropped or truncated, into as few sequences as best fit finds
+    over the whole epoch. The client keeps 8 bytes a document. Default: in order, while they fit."""
+
+    end_token: int | None = _option(_integer(0, _MAX_TOKEN), needs=("pack",))
+    """A token that follows each document, as one of its tokens; it is a label where the token
+    before it is."""
 
     pad_token: int = _option(_integer(-_MAX_TOKEN - 1, _MAX_TOKEN), default=0, needs=("pack",))
     """In places of a sequence without a token."""

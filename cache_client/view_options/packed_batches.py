@@ -135,6 +135,7 @@ class PackedAssembler:
         batch_format: ``torch`` or ``numpy``.
         label_mask: list column of 0 and 1, beside the tokens: which of them are labels.
         label_column: list column of labels, beside the tokens; default: the tokens.
+        end_token: follows each document that has tokens, as its last one; None: nothing does.
     """
 
     column: str
@@ -144,6 +145,7 @@ class PackedAssembler:
     batch_format: BatchFormat
     label_mask: str | None = None
     label_column: str | None = None
+    end_token: int | None = None
 
     @property
     def added(self) -> tuple[str, ...]:
@@ -159,7 +161,10 @@ class PackedAssembler:
         Raises:
             RequestError: a list has a null, or a list of labels has another length than its tokens.
         """
-        tokens, offsets = joined_lists(rows, self.column)
+        tokens, stored = joined_lists(rows, self.column)
+        offsets = stored
+        if self.end_token is not None:
+            tokens, offsets = _with_ends(tokens, stored, self.end_token)
         sequences = Sequences.of(offsets, samples, self.sequence_length)
         taken = sequences.take(tokens, self.pad_token)
         made: dict[str, npt.NDArray[Any]] = {self.column: taken}
@@ -167,7 +172,7 @@ class PackedAssembler:
         for output in self.outputs:
             assert segments is not None
             if output == "labels":
-                made[output] = self._labels(rows, sequences, segments, taken)
+                made[output] = self._labels(rows, sequences, segments, taken, stored)
             elif output == "document_ids":
                 numbers = segments.numbers.astype(np.int32)
                 made[output] = numbers.repeat(segments.lengths).reshape(taken.shape)
@@ -186,10 +191,18 @@ class PackedAssembler:
             yield batch
 
     def _labels(
-        self, rows: Rows, sequences: Sequences, segments: Segments, taken: Int64Array
+        self,
+        rows: Rows,
+        sequences: Sequences,
+        segments: Segments,
+        taken: Int64Array,
+        stored: Int64Array,
     ) -> Int64Array:
         beside = self.label_column or self.label_mask
-        labels = self._beside(rows, beside, sequences) if beside else _uninitialised(taken.size)
+        if beside:
+            labels = self._beside(rows, beside, sequences, stored)
+        else:
+            labels = _uninitialised(taken.size)
         labels = labels.reshape(taken.shape)
         if self.label_column is None:
             left_out = labels == 0 if beside else None
@@ -203,10 +216,15 @@ class PackedAssembler:
                 row[length:] = IGNORED_LABEL
         return labels
 
-    def _beside(self, rows: Rows, column: str, sequences: Sequences) -> Int64Array:
-        """The values of a column of lists that has one for each token."""
+    def _beside(
+        self, rows: Rows, column: str, sequences: Sequences, offsets: Int64Array
+    ) -> Int64Array:
+        """The values of a column of lists that has one for each token.
+
+        Args:
+            offsets: of the tokens that are stored.
+        """
         values, own = joined_lists(rows, column)
-        offsets = sequences.offsets
         if not np.array_equal(own, offsets):
             row = int(np.flatnonzero(np.diff(own) != np.diff(offsets))[0])
             raise RequestError(
@@ -214,7 +232,26 @@ class PackedAssembler:
                 f"{offsets[row + 1] - offsets[row]} tokens of {self.column!r} in a row: each "
                 "token needs one"
             )
+        if self.end_token is not None:
+            # An end is learnt where the token before it is.
+            last = values[own[1:][np.diff(own) > 0] - 1]
+            if self.label_column is not None:
+                last = np.where(last == IGNORED_LABEL, IGNORED_LABEL, self.end_token)
+            values, _ = _with_ends(values, own, last)
         return sequences.take(values, 0)
+
+
+def _with_ends(
+    values: npt.NDArray[Any], offsets: Int64Array, ends: Any
+) -> tuple[npt.NDArray[Any], Int64Array]:
+    """The values of lists with one more at the end of each list that has any; and their offsets."""
+    has_any = np.diff(offsets) > 0
+    before = np.append(0, np.cumsum(has_any))
+    longer = np.empty(len(values) + int(before[-1]), np.int64)
+    longer[np.arange(len(values)) + before[:-1].repeat(np.diff(offsets))] = values
+    moved = offsets + before
+    longer[moved[1:][has_any] - 1] = ends
+    return longer, moved
 
 
 def _uninitialised(count: int) -> Int64Array:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
@@ -19,9 +19,10 @@ from cache_client.view_options.job_view import JobView
 from cache_client.view_options.list_values import LENGTHS, grouping, mask_of, padding_lists
 from cache_client.view_options.options import View
 from cache_client.view_options.packed_batches import PackedAssembler
+from cache_client.views.best_fit import BestFitView
 from cache_client.views.groups import GroupsView, group_table, joint_key, window_ends
 from cache_client.views.length_buckets import LengthBucketsView
-from cache_client.views.packing import PackingView
+from cache_client.views.packing import LongDocuments, PackingView
 from cache_client.views.shared_array import SharedArray
 from cache_client.views.view import Shuffle, SlotView, as_sql, codes_of, of_slots, quoted
 from cache_protocol.errors import ConfigError, some_of
@@ -113,7 +114,17 @@ def _packing(
         if each is not None:
             _check_lists(layout, name, each)
     lengths = _lengths(f"pack={column!r}", values(f"array_length({quoted(column)})"))
-    view = PackingView(inner, lengths, length, options.cut_documents, shuffle, column)
+    make = BestFitView if options.best_fit else PackingView
+    view = make(
+        inner,
+        lengths,
+        length,
+        options.cut_documents,
+        shuffle,
+        column,
+        cast(LongDocuments, options.long_documents),
+        options.end_token is not None,
+    )
     assemble = PackedAssembler(
         column,
         length,
@@ -122,6 +133,7 @@ def _packing(
         batch_format,
         options.label_mask,
         options.label_column,
+        None if options.end_token is None else int(options.end_token),
     )
     return JobView(
         view,

@@ -119,7 +119,8 @@ def _(view: LengthBucketsView, epoch: int, num_rows: int) -> Due:
 
 @due_of.register
 def _(view: PackingView, epoch: int, num_rows: int) -> Due:
-    return due_of(view.inner, epoch, num_rows).times(1, 1, "sequence")
+    least = 0 if view.long == "drop" else 1
+    return due_of(view.inner, epoch, num_rows).times(least, 1, "sequence")
 
 
 @due_of.register

@@ -23,6 +23,8 @@ from cache_client.views.view import Epochs, Numbers, Samples, Shuffle, SlotView,
 
 PackOutput = Literal["position_ids", "document_ids", "cu_seqlens", "labels"]
 PACK_OUTPUTS: Final[tuple[PackOutput, ...]] = get_args(PackOutput)
+LongDocuments = Literal["split", "drop", "truncate"]
+LONG_DOCUMENTS: Final[tuple[LongDocuments, ...]] = get_args(LongDocuments)
 
 _APART: Final = 16  # sequences between two marks
 _DOCUMENTS_A_TIME: Final = 2**18  # of the pass over an epoch
@@ -72,8 +74,8 @@ class PackingView:
 
     With ``cut``, sequence s has tokens ``[s * L, (s + 1) * L)`` of the stream; only the last one of
     an epoch may be shorter. Without, a sequence takes documents in order while they fit (next-fit).
-    A document of more than L tokens is cut into pieces of L and a rest, which count as documents.
-    Documents without tokens are in no sequence.
+    A document of more than L tokens is cut into pieces of L and a rest, which count as documents;
+    or ``long`` says otherwise. Documents without tokens are in no sequence.
 
     Its memory is that of ``lengths``, and 1 byte for each sequence of the last two epochs.
 
@@ -84,6 +86,9 @@ class PackingView:
         cut: whether documents are cut.
         shuffle: of the documents.
         column: name of the list column, for the identity.
+        long: whether documents of more than L tokens are split, dropped, or truncated to L tokens,
+            where documents are not cut.
+        ends: a token more follows each document that has tokens.
 
     Thread-safety: immutable, but for a cache. Threads may make the same marks twice.
     """
@@ -94,6 +99,8 @@ class PackingView:
     cut: bool
     shuffle: Shuffle
     column: str = ""
+    long: LongDocuments = "split"
+    ends: bool = False
     orders_rows: bool = field(init=False, default=True)
     _marks: dict[int, _Marks] = field(init=False, default_factory=dict, repr=False, compare=False)
 
@@ -104,6 +111,8 @@ class PackingView:
     def identity(self) -> str:
         """The inner view, the column, the length of a sequence, and how documents are cut."""
         how = "cut" if self.cut else "whole"
+        how += "" if self.long == "split" else f",{self.long}"
+        how += ",ends" if self.ends else ""
         return f"{self.inner.identity}pack({self.column!r},{self.sequence_length},{how})"
 
     @property
@@ -175,7 +184,7 @@ class PackingView:
         """The pieces of the documents at these places, and how many each has."""
         slots = self.shuffle.order(self.inner, epoch).row_ids(places)
         row_ids = self.inner.samples(slots, epoch).row_ids
-        lengths = self.lengths.values[row_ids].astype(np.int64)
+        lengths = self._lengths_of(row_ids)
         if self.cut:
             counts = (lengths > 0).astype(np.int64)
             pieces = _Pieces(places, row_ids, np.zeros_like(lengths), lengths).of(lengths > 0)
@@ -186,6 +195,17 @@ class PackingView:
         skipped = number * self.sequence_length
         length = np.minimum(lengths[which] - skipped, self.sequence_length)
         return _Pieces(places[which], row_ids[which], skipped, length), counts
+
+    def _lengths_of(self, row_ids: Int64Array) -> Int64Array:
+        """The tokens that each document gives to the sequences."""
+        lengths: Int64Array = self.lengths.values[row_ids].astype(np.int64)
+        if self.ends:
+            lengths += lengths > 0
+        if self.long == "drop":
+            lengths[lengths > self.sequence_length] = 0
+        elif self.long == "truncate":
+            np.minimum(lengths, self.sequence_length, out=lengths)
+        return lengths
 
     def _following(self, pieces: _Pieces) -> Int64Array:
         """For each piece: the first one that does not fit into a sequence that begins with it."""

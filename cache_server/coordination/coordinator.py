@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.auth.namespace_shares import NamespaceShare
@@ -24,6 +24,7 @@ from cache_server.coordination.holdings.holder_checks import HolderChecks
 from cache_server.coordination.loads import Loads
 from cache_server.coordination.readers import Readers
 from cache_server.egress.allowed_sources import AllowedSources
+from cache_server.functions.declared import Function
 from cache_server.jobs.jobs import Jobs
 
 
@@ -39,6 +40,7 @@ class Coordinator:
         lease_s: how long a replaced version is kept after its last read. A new catalogue also keeps
             unknown versions of the nodes for this long: their specs may be loaded again.
         sources: that it may read.
+        functions: that SQL may call; None: those of this package.
         checks: which claims of nodes count; `next_check` must be called for it.
         ask_holder: asks nodes for puts; None: what they reported counts.
         shares: of namespaces.
@@ -63,6 +65,7 @@ class Coordinator:
         catalogue: Catalogue,
         *,
         sources: AllowedSources = AllowedSources([""]),  # noqa: B008  it is immutable
+        functions: Mapping[str, Function] | None = None,
         endpoints: pb.CoordinatorEndpoints,
         heartbeat_interval_s: float,
         node_timeout_s: float,
@@ -86,7 +89,7 @@ class Coordinator:
         claims = Claims(self.state)
         self.next_check, self.apply_check = claims.next_check, claims.apply_check
         self.evictions = Evictions(self.state, shares)
-        loads = Loads(self.state, claims, self.evictions, sources)
+        loads = Loads(self.state, claims, self.evictions, sources, functions)
         self.create, self.attach, self.plan = loads.create, loads.attach, loads.plan
         commits = Commits(self.state, claims, loads, ask_holder)
         self.begin_write, self.write_schema = commits.begin, commits.schema

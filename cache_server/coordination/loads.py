@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import replace
 
 from cache_protocol.datasets.dataset_spec import DatasetSpec
-from cache_protocol.errors import LoadError, NotReadyError, RequestError
+from cache_protocol.errors import LoadError, NotReadyError, RequestError, some_of
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.wire import tracing
 from cache_server.auth.principals import ANYONE, Principal
@@ -21,7 +22,10 @@ from cache_server.coordination.versions.states import State
 from cache_server.coordination.versions.version_record import VersionRecord
 from cache_server.coordination.versions.versions import newest
 from cache_server.egress.allowed_sources import AllowedSources
+from cache_server.functions.declared import Function
+from cache_server.functions.installed import installed
 from cache_server.plan.pinned_version import OpenPlan, plan_version
+from cache_server.plan.planned_functions import Functions
 from cache_server.plan.shard_plan import same_shards
 
 logger = logging.getLogger(__name__)
@@ -35,15 +39,23 @@ class Loads:
     Args:
         evictions: make room.
         sources: that it may read.
+        functions: that SQL may call; None: those of this package.
     """
 
     def __init__(
-        self, state: CacheState, claims: Claims, evictions: Evictions, sources: AllowedSources
+        self,
+        state: CacheState,
+        claims: Claims,
+        evictions: Evictions,
+        sources: AllowedSources,
+        functions: Mapping[str, Function] | None = None,
     ) -> None:
         self._state = state
         self._claims = claims
         self._evictions = evictions
         self._sources = sources
+        known = installed() if functions is None else functions
+        self._functions = Functions(known, sources.check_source, self._check_nodes)
 
     def create(
         self,
@@ -92,7 +104,7 @@ class Loads:
                 return self.attach_to(version, spec, by=by)
             before = self._state.versions.readable(spec.name, spec.secrets_to_proto(), by.name)
             begun, cluster = self._state.versions.last_created, self._state.clusters.look()
-        planned = plan_version(spec, [version.pinned for version in before])
+        planned = plan_version(spec, [version.pinned for version in before], self._functions)
         num_shards = len(planned.version.shards or ())
         # Reports are taken meanwhile; inside the lock, the result is known.
         place(planned.version.key.fingerprint, num_shards, cluster.names, spec.replicas)
@@ -125,6 +137,24 @@ class Loads:
         if (base := self._state.versions.base_of(made)) is not None:
             made.reuse(base, self._state.holdings(base).placement(base.num_shards or 0))
         return made
+
+    def _check_nodes(self, name: str, version: str) -> None:
+        """Refuses a function that a node that answers has in another version, or not at all.
+
+        Raises:
+            RequestError: names the nodes and their versions.
+        """
+        with self._state.changed:
+            nodes = [node for node in self._state.membership.nodes() if node.alive]
+        found = {
+            node.id: next((each.version for each in node.functions if each.name == name), "none")
+            for node in nodes
+        }
+        if others := [f"node {node} has {had}" for node, had in found.items() if had != version]:
+            raise RequestError(
+                f"function {name} has version {version} on the coordinator, but "
+                f"{some_of(others)}: install the same packages on every node, and allow it there"
+            )
 
     def add(self, made: VersionRecord, by: Principal) -> pb.DatasetInfo:
         """Adds a version, or replaces a failed one; inside the lock. Raises what `create` does."""
@@ -242,7 +272,8 @@ class Loads:
         self._sources.check_spec(spec)
         with self._state.changed:
             before = self._state.versions.readable(spec.name, spec.secrets_to_proto(), by.name)
-        with closing(plan_version(spec, [version.pinned for version in before])) as planned:
+        earlier = [version.pinned for version in before]
+        with closing(plan_version(spec, earlier, self._functions)) as planned:
             reused = {
                 index
                 for version in before

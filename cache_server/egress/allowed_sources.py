@@ -95,6 +95,15 @@ class AllowedSources:
             self._check_settings({**table.options, **secrets.get(table.name, {})})
         self._check_all(path for split in splits if (path := split.file.path))
 
+    def check_source(self, source: str) -> None:
+        """Refuses one path or URI that this node may not touch.
+
+        Raises:
+            RequestError: names it.
+        """
+        if not self.allows_all:
+            self._check_all([source])
+
     def check_file(self, path: str) -> None:
         """Refuses a file of this machine that this node may not touch; links are followed.
 

@@ -15,12 +15,14 @@ from cache_server.egress.allowed_sources import AllowedSources
 from cache_server.node import loading
 from cache_server.node.desired import DesiredShard
 from cache_server.node.heartbeat_messages import encode_secrets
+from cache_server.node.load_functions import NodeFunctions
 from cache_server.node.load_memory import LoadMemory
 from cache_server.node.loading import CancelledError, Job
 from cache_server.node.room_requests import AskRoom, RoomAnswer
 from cache_server.node.version_state import Load, VersionState
 from cache_server.secrets import error_text
 from cache_server.shards.store import NoRoomError, ShardStore
+from cache_server.sql.function_runs import running
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +39,7 @@ class LoadThreads:
         memory: says which loads fit beside each other.
         credentials: of this node, for copies from other nodes.
         sources: that it may read.
+        functions: that SQL may call.
         ask_room: see `RoomRequests.ask`.
         node_id: of this node, for messages.
         lock: of the states of the versions.
@@ -54,6 +57,7 @@ class LoadThreads:
         memory: LoadMemory,
         credentials: Credentials,
         sources: AllowedSources,
+        functions: NodeFunctions | None,
         ask_room: AskRoom,
         node_id: str,
         lock: threading.Lock,
@@ -64,6 +68,7 @@ class LoadThreads:
         self._memory = memory
         self._credentials = credentials
         self._sources = sources
+        self._functions = functions
         self._ask_room = ask_room
         self._node_id = node_id
         self._lock = lock
@@ -175,12 +180,15 @@ class LoadThreads:
         with self._lock:  # before the shard is sealed: a report has both or none
             state.files_read += num_files
         try:
-            if job.shard is None:
-                num_shards = self._memory.run(job, lambda: loading.run_whole(self._store, job))
-                with self._lock:
-                    state.num_shards = num_shards
-            else:
-                self._memory.run(job, lambda: loading.load_shard(self._store, job, state.tables))
+            with running(None if self._functions is None else self._functions.run_for(job)):
+                if job.shard is None:
+                    num_shards = self._memory.run(job, lambda: loading.run_whole(self._store, job))
+                    with self._lock:
+                        state.num_shards = num_shards
+                else:
+                    self._memory.run(
+                        job, lambda: loading.load_shard(self._store, job, state.tables)
+                    )
         except BaseException:
             with self._lock:
                 state.files_read -= num_files

@@ -38,11 +38,12 @@ from cache_server.auth.principals import ANYONE, EVERYTHING, Principal, Viewer
 from cache_server.egress.allowed_sources import AllowedSources
 from cache_server.machine import MACHINE_BYTES
 from cache_server.node import heartbeat_messages
-from cache_server.node.desired import DesiredState, DesiredVersion
+from cache_server.node.desired import DesiredState, DesiredVersion, LoadPlan
 from cache_server.node.heartbeat_log import HeartbeatLog
 from cache_server.node.heartbeat_messages import DesiredDecoder, ReportEncoder, SealedShards
 from cache_server.node.leaving import Leaving
 from cache_server.node.link import CoordinatorLink
+from cache_server.node.load_functions import NodeFunctions
 from cache_server.node.load_memory import LoadMemory
 from cache_server.node.load_threads import LoadThreads
 from cache_server.node.loading import SpooledTables
@@ -77,10 +78,9 @@ from cache_server.shards.version_key import VersionKey
 logger = logging.getLogger(__name__)
 
 _RETRY_S = 0.5  # after a failure
-# With more, loads would wait for reports. With fewer, each start of a load is reported at once: if
-# the process ends, the coordinator knows by which load.
+# With fewer, each start of a load is reported at once, in case it ends the process.
 _FEW_SHARDS = 256
-# After an unanswered heartbeat. Short at first: nodes often start together with their coordinator.
+# After an unanswered heartbeat; nodes often start together with their coordinator.
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.1, 1.0
 _LONGEST_INTERVAL_S = 3600.0
 _BEAT_S = 10.0  # for the coordinator to learn of a put
@@ -98,6 +98,7 @@ class Node:
         credentials: of this node, for copies from other nodes.
         on_ready: called once, when `is_ready` becomes true.
         sources: that it may read.
+        functions: that SQL may call; None: no installed function.
         keep_orphans_s: how long files stay that the coordinator does not know.
 
     Attributes:
@@ -115,6 +116,7 @@ class Node:
         credentials: Credentials = NO_CREDENTIALS,
         on_ready: Callable[[], None] = lambda: None,
         sources: AllowedSources = AllowedSources([""]),  # noqa: B008  it is immutable
+        functions: NodeFunctions | None = None,
         keep_orphans_s: float = math.inf,
     ) -> None:
         self._store = store
@@ -126,11 +128,9 @@ class Node:
         self._lock = threading.Lock()
         self._states: dict[VersionKey, VersionState] = {}
         self._reports = ReaderReports(self._require_seen)
-        self._joined = threading.Event()
-        self._is_ready = False
+        self._joined, self._is_ready = threading.Event(), False
         self._encoder, self._decoder = ReportEncoder(), DesiredDecoder()
-        self._wake = threading.Event()
-        self._stop = threading.Event()
+        self._wake, self._stop = threading.Event(), threading.Event()
         self._memory = LoadMemory(memory, self._desired_bytes)
         self._room = RoomRequests(self.wake)
         self._threads = LoadThreads(
@@ -139,6 +139,7 @@ class Node:
             self._memory,
             credentials,
             sources,
+            functions,
             self._room.ask,
             description.id,
             self._lock,
@@ -146,9 +147,9 @@ class Node:
             self.wake,
         )
         all_bytes = MACHINE_BYTES if memory is None else memory.all_bytes
-        self.row_values = RowValues(store.free_bytes, expression_memory(all_bytes, load_threads))
-        self._beats = threading.Condition()
-        self._leaving = Leaving()
+        expressions = expression_memory(all_bytes, load_threads)
+        self.row_values = RowValues(store.free_bytes, expressions, functions, self._plan_of)
+        self._beats, self._leaving = threading.Condition(), Leaving()
         self._begun = self._answered = 0  # heartbeats
         schemas, room = WriteSchemas(link.write_schema), self._room.ask
         self._puts = Puts(
@@ -247,6 +248,10 @@ class Node:
                     f"{_BEAT_S:g} s"
                 )
 
+    def _plan_of(self, key: VersionKey) -> LoadPlan | None:
+        state = self._states.get(key)
+        return state.desired.plan if state else None
+
     # -- reading -------------------------------------------------------------------------------
 
     def rows(
@@ -272,11 +277,7 @@ class Node:
                 return rows
             if not self._joined.is_set():
                 raise NotReadyError("this node has not reached its coordinator yet")
-            kept = [
-                key
-                for key, state in self._states.items()
-                if not state.is_retired and state.is_seen_by(viewer)
-            ]
+            kept = [k for k, s in self._states.items() if not s.is_retired and s.is_seen_by(viewer)]
             others = [key.fingerprint for key in kept if key.dataset == dataset]
             if others:
                 raise StaleVersionError(

@@ -26,6 +26,8 @@ from cache_protocol.cli.output import size
 from cache_protocol.errors import NodeUnavailableError, NotReadyError, RequestError, short
 from cache_protocol.storage.column_stats import STATS_SCHEMA
 from cache_protocol.storage.memory_budget import ExpressionMemory
+from cache_server.node.desired import LoadPlan
+from cache_server.node.load_functions import NodeFunctions
 from cache_server.node.turns import Turns
 from cache_server.shards.resident_rows import ResidentRows
 from cache_server.shards.version_key import VersionKey
@@ -105,16 +107,26 @@ class RowValues:
     Args:
         free_bytes: answers the memory that the shards leave; None: no limit.
         memory: how many computations run at the same time, and what each may take; others wait.
+        functions: that expressions may call; None: no installed function.
+        plan_of: the plan of a version, whose files they may name; None: it is not known.
     """
 
-    def __init__(self, free_bytes: Callable[[], int | None], memory: ExpressionMemory) -> None:
+    def __init__(
+        self,
+        free_bytes: Callable[[], int | None],
+        memory: ExpressionMemory,
+        functions: NodeFunctions | None = None,
+        plan_of: Callable[[VersionKey], LoadPlan | None] = lambda key: None,
+    ) -> None:
+        self._plan_of = plan_of
+        self._functions = functions
         self._free_bytes = free_bytes
         self._memory_bytes = memory.num_bytes
         self._turns = Turns(memory.at_once, memory.of_namespace)
         self._lock = threading.Lock()
         self._waiting = Counter[str]()
         self._kept: dict[_Selection, _Kept] = {}
-        self._queries: dict[_Text, RowQuery] = {}  # the oldest first
+        self._queries: dict[tuple[VersionKey, _Text], RowQuery] = {}  # the oldest first
         # By owner; names are those of ``_kept``, the oldest first.
         self._names = defaultdict[str, OrderedDict[_Selection, None]](OrderedDict)
         self._num_bytes = Counter[str]()
@@ -308,14 +320,18 @@ class RowValues:
         """The schema and the values of a query, from another process."""
         limits = Limits(self._memory_bytes, MAX_TURN_S, caller.check)
         schema = plain_schema(rows.layout.logical)
+        plan = self._plan_of(rows.key)
         with sql_process.lease() as process:
             try:
-                query = self._query(process, limits, (expression, where, schema))
+                query = self._query(process, limits, (expression, where, schema), rows.key, plan)
                 run = Request(
                     row_query_batches, (query,), memory_bytes=self._memory_bytes, takes_lots=True
                 )
                 lots = rows.lots(start, stop, query.schema.names, _LOT_BYTES)
-                batches = process.run(run, limits, lots=lots)
+                functions = None
+                if self._functions is not None:
+                    functions = self._functions.run_for_rows(plan, caller.check)
+                batches = process.run(run, limits, lots=lots, functions=functions)
                 return query.result, _bounded(batch.column(0) for batch in batches)
             except LimitError as error:
                 text = " where ".join(filter(None, (expression, " AND ".join(where))))
@@ -324,17 +340,28 @@ class RowValues:
                     "the `sql` of the load"
                 ) from None
 
-    def _query(self, process: SqlProcess, limits: Limits, text: _Text) -> RowQuery:
+    def _query(
+        self,
+        process: SqlProcess,
+        limits: Limits,
+        text: _Text,
+        version: VersionKey,
+        plan: LoadPlan | None,
+    ) -> RowQuery:
         """A checked query; every shard asks for the same."""
         with self._lock:
-            if (known := self._queries.get(text)) is not None:
+            if (known := self._queries.get((version, text))) is not None:
                 return known
-        check = Request(check_row_query, text, memory_bytes=self._memory_bytes)
+        if self._functions is not None:
+            bound = self._functions.bound_expressions(*text, plan)
+        else:
+            bound = text[:2]
+        check = Request(check_row_query, (*bound, text[2]), memory_bytes=self._memory_bytes)
         query: RowQuery = sql_process.value_of(process.run(check, limits))
         with self._lock:
             while len(self._queries) >= _MOST_QUERIES:
                 del self._queries[next(iter(self._queries))]
-            self._queries[text] = query
+            self._queries[version, text] = query
         return query
 
     @contextmanager

@@ -22,6 +22,7 @@ from cache_protocol.storage.layout import Layout, schema_from_bytes, with_large_
 from cache_protocol.storage.nested_values import plain_type
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server import tables
+from cache_server.plan.planned_functions import Functions, bound_query
 from cache_server.plan.shard_plan import (
     ShardPlan,
     cut_shards,
@@ -168,12 +169,17 @@ class OpenPlan:
             pin.close()
 
 
-def plan_version(spec: DatasetSpec, before: Sequence[PinnedVersion] = ()) -> OpenPlan:
+def plan_version(
+    spec: DatasetSpec,
+    before: Sequence[PinnedVersion] = (),
+    functions: Functions | None = None,
+) -> OpenPlan:
     """Pins the tables of ``spec``, checks its query against them and cuts them into shards.
 
     Args:
         before: earlier versions, the newest first: the first with rows of the same kind gives the
             cuts of the shards that did not change.
+        functions: that the query may call; None: those of this package.
 
     Raises:
         LoadError: a source cannot be read.
@@ -187,7 +193,7 @@ def plan_version(spec: DatasetSpec, before: Sequence[PinnedVersion] = ()) -> Ope
                 with _telling_waits(table):
                     formats[table.name], pins[table.name] = tables.pin(table)
                 stack.callback(pins[table.name].close)
-            planned = _plan(spec, formats, pins, before)
+            planned = _plan(spec, formats, pins, before, functions or Functions())
         except pa.ArrowException as error:  # of a type that a library lacks, or of damage
             raise LoadError(_unreadable(spec, without_middle(str(error)))) from None
         stack.pop_all()
@@ -220,9 +226,11 @@ def _plan(
     formats: Mapping[str, str],
     pins: Mapping[str, Pin],
     before: Sequence[PinnedVersion],
+    functions: Functions,
 ) -> OpenPlan:
     text = queries.query_text(spec.sql or "", spec.columns, spec.filter)
     schemas = {name: pin.schema for name, pin in pins.items()}
+    text = bound_query(text, spec, schemas, functions)
     query = queries.check_query(
         text, schemas, allow_unordered=spec.allow_unordered, is_shortcut=spec.sql is None
     )

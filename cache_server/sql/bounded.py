@@ -19,6 +19,7 @@ import pyarrow as pa
 from datafusion import DataFrame, Expr, LogicalPlan, SessionContext
 
 from cache_server.source.pinned import no_rows
+from cache_server.sql.bound_functions import is_bound
 from cache_server.sql.lineage import expressions_of, operands, parts
 from cache_server.sql.selection import selection_of
 from cache_server.sql.session import frame_of, is_apart, open_session
@@ -71,6 +72,7 @@ SUMMING = (
     *("array_append", "array_concat", "array_prepend", "array_union"),
 )
 BOUNDED = frozenset(chain(_NUMBERS, _TIMES, _OF_TEXT, _OF_A_LIST, _PARTS, _SAME_NUMBER, SUMMING))
+# Installed functions have the limits of their own processes: see `function_runs`.
 # Aggregates and window functions with one value of constant size, or one of their arguments.
 AGGREGATES = frozenset(
     (
@@ -143,7 +145,7 @@ def _is_unbounded(sql: str, tables: tuple[tuple[str, pa.Schema], ...]) -> bool:
     selection = selection_of(sql)
     if selection is not None and not selection.filter:
         return False
-    context = open_session(1)
+    context = open_session(1, sql=sql)
     for name, schema in tables:
         context.register_record_batches(name, [[no_rows(schema)]])
     try:
@@ -195,7 +197,8 @@ def _of_node(plan: LogicalPlan, context: SessionContext) -> str:
 def _displayed(shown: str) -> str:
     """The same of a plan as text: for what the bindings do not show as objects."""
     shown = _TEXT.sub("", shown)
-    names = [name for name in _CALL.findall(shown) if name not in _BOUNDED_CALLS]
+    called = _CALL.findall(shown)
+    names = [name for name in called if name not in _BOUNDED_CALLS and not is_bound(name)]
     return next(iter([*names, *(word for word in _UNBOUNDED_WORDS if word in shown)]), "")
 
 
@@ -205,7 +208,7 @@ def _of_part(part: Expr, rows: DataFrame | None) -> str:
         return ""
     if kind not in _KINDS:
         return kind
-    if kind == "ScalarFunction" and called not in BOUNDED:
+    if kind == "ScalarFunction" and called not in BOUNDED and not is_bound(called):
         return called
     if kind == "BinaryExpr" and called not in _OPERATORS:
         return f"the operator {called}"

@@ -84,7 +84,7 @@ def _as_name(sql: str, found: re.Match[str]) -> str:
 
 def _ignored_modifier(sql: str, text: str, plan_of: PlanOf) -> str:
     """DISTINCT, FILTER or OVER of a call: nonsense in its place has a plan if it is ignored."""
-    partners = _parentheses(text)
+    partners = parentheses(text)
     for found in _MODIFIER.finditer(text):
         kind, word = next((kind, word) for kind, word in found.groupdict().items() if word)
         opening = text.find("(", found.start(), found.end())
@@ -99,7 +99,7 @@ def _ignored_modifier(sql: str, text: str, plan_of: PlanOf) -> str:
 
 def _ignored_parameters(sql: str, text: str, plan_of: PlanOf) -> str:
     """The first of two pairs of parentheses of a call, as in ``f(1)(x)``."""
-    for closing, opening in _parentheses(text).items():
+    for closing, opening in parentheses(text).items():
         if opening > closing or not text[closing + 1 :].lstrip().startswith("("):
             continue
         if plan_of(f"{sql[: opening + 1]}no_such_function(){sql[closing:]}"):
@@ -127,11 +127,11 @@ def _ignored_type(sql: str, text: str, plan_of: PlanOf) -> str:
 
 def are_paired(text: str) -> bool:
     """Whether each parenthesis of a text that `bare` made has its partner."""
-    partners = _parentheses(text)
+    partners = parentheses(text)
     return len(partners) == text.count("(") + text.count(")")
 
 
-def _parentheses(text: str) -> dict[int, int]:
+def parentheses(text: str) -> dict[int, int]:
     """The position of each parenthesis -> that of its partner."""
     partners: dict[int, int] = {}
     opened = []

@@ -49,6 +49,7 @@ from cache_server.sql.formats.first_bytes import FIRST_BYTES, objection
 from cache_server.sql.formats.parquet_bounds import skips_wrongly
 from cache_server.sql.formats.text_values import MisfitError, read_column, remedy, wider_type
 from cache_server.sql.formats.trailing_data import batches_of, check_end, open_arrow
+from cache_server.sql.function_runs import current_run
 from cache_server.sql.local_tables import (
     FILE,
     LocalFile,
@@ -165,6 +166,7 @@ def read_split(
             limits=limits.beside([file.path]),
             failure=partial(_died, f"cannot load {split}"),
             note=note,
+            functions=current_run(),
         )
         return
     parts = 1 if file.is_staged else split.parts
@@ -214,6 +216,7 @@ def read_together(
             *(files, sql, table),
             limits=limits.beside([file.path for file in files]),
             failure=partial(_died, f"cannot load {splits[0]} to {splits[-1]}"),
+            functions=current_run(),
         )
         return
     try:
@@ -276,12 +279,13 @@ def run_whole(
                 *(sql, tables, memory_bytes),
                 limits=limits.beside(tables.values()),
                 failure=partial(_died, f"cannot run {shown(sql)}"),
+                functions=current_run(),
             )
             return
         longest = max(map(arrow_row_bytes, tables.values()), default=0)
         rows = min(DEFAULT_BATCH_ROWS, batch_rows(longest))
         mode, runtime = mode_of(sql, schemas), _bounded(memory_bytes, tables)
-        context = open_session(1, rows, mode=mode, runtime=runtime)
+        context = open_session(1, rows, mode=mode, runtime=runtime, sql=sql)
         for name, path in tables.items():
             register_file(context, name, path, "arrow", None)
         frame = context.sql_with_options(sql, read_only())
@@ -361,7 +365,7 @@ def _planned(
     """A planned query over a split, and its session; see `parquet_bounds`."""
     for skips in (True, False):
         context = open_session(
-            parts, rows_of_batch(file), mode=mode_of(sql, {table.name: table.schema})
+            parts, rows_of_batch(file), mode=mode_of(sql, {table.name: table.schema}), sql=sql
         )
         register_table(context, file, table, sql, skips=skips)
         frame = frame_of(context, sql, table.read_schema.names)
@@ -408,7 +412,7 @@ def _by_lots(
 
     mode = mode_of(sql, {table.name: table.schema})
     for lot in _joined(map(plain, rows), MOST_BATCH_ROWS):
-        context = open_session(1, MOST_BATCH_ROWS, mode=mode)
+        context = open_session(1, MOST_BATCH_ROWS, mode=mode, sql=sql)
         context.register_record_batches(table.name, [[lot]])
         frame = frame_of(context, sql, table.read_schema.names)
         if folds_to_nothing(frame):
@@ -489,7 +493,7 @@ def _misfit(error: MisfitError, field: pa.Field, row: int) -> str:
 
 
 def _may_keep(constants: Mapping[str, pa.Scalar], sql: str, table: PinnedTable) -> bool:
-    context = open_session(1, mode=mode_of(sql, {table.name: table.schema}))
+    context = open_session(1, mode=mode_of(sql, {table.name: table.schema}), sql=sql)
     empty = no_rows(stored_columns(table, constants))
     context.register_record_batches(FILE, [[empty]])
     register_view(context, table, constants)

@@ -24,6 +24,7 @@ from cache_protocol.datasets.dataset_spec import TABLE
 from cache_protocol.errors import RequestError, some_of
 from cache_server.source.pinned import Condition, no_rows
 from cache_server.sql import ignored_sql, sql_process
+from cache_server.sql.bound_functions import as_written, bound_names
 from cache_server.sql.bounded import is_unbounded
 from cache_server.sql.exactness import Mode
 from cache_server.sql.lineage import SourceColumn, column_lineage, parts, passed_on, variant
@@ -144,12 +145,12 @@ def check_query(
             failure=partial(_not_planned, sql),
         )
         return query
-    context = _session(tables)
+    context = _session(tables, sql)
     selection = _selection(sql, context, tables)
     planned = sql if selection is None else _narrow(selection, tables)
     frame = _plan(planned, sql, context, tables)
     if (mode := _mode_of(planned, sql, tables)) != Mode():
-        context = _session(tables, mode)
+        context = _session(tables, sql, mode)
         frame = _plan(planned, sql, context, tables)
     written, optimised = frame.logical_plan(), frame.optimized_logical_plan()
     text = ignored_sql.bare(planned)
@@ -187,6 +188,11 @@ def check_query(
             "allow_unordered: true"
         )
     schema = planned_schema(context, optimised)
+    if unnamed := [name for name in schema.names if bound_names(name)]:
+        raise RequestError(
+            f"sql {shown(sql)}: name the result of {as_written(unnamed[0])}, as in "
+            f"{as_written(unnamed[0]).partition('(')[0]}(...) AS tokens"
+        )
     query = Query(
         sql,
         schema,
@@ -231,13 +237,39 @@ def computed_columns(sql: str, tables: Mapping[str, pa.Schema]) -> dict[str, str
             computed_columns, sql, dict(tables), failure=partial(_not_planned, sql)
         )
         return columns
-    frame = _plan(sql, sql, _session(tables), tables)
+    frame = _plan(sql, sql, _session(tables, sql), tables)
     plan = frame.logical_plan()
     try:
         written = Unparser(Dialect.default()).plan_to_sql(plan)
     except Exception:  # DataFusion raises bare Exception; not every plan has SQL
         return {}
-    return column_expressions(written, frame.schema().names, _scans(plan))
+    return column_expressions(as_written(written), frame.schema().names, _scans(plan))
+
+
+def type_of_expression(expression: str, tables: Mapping[str, pa.Schema]) -> pa.DataType:
+    """The type of an expression of columns of one table, as coerced.
+
+    Raises:
+        RequestError: no table has its columns, or tables give it different types.
+    """
+    found: dict[pa.DataType, str] = {}
+    reason = ""
+    for name in tables:
+        sql = f"SELECT ({expression}) AS value FROM {identifier(name)}"
+        context = _session(tables, sql)
+        try:
+            frame = _plan(sql, sql, context, tables)
+        except RequestError as error:
+            reason = str(error).partition(": ")[2]
+            continue
+        found[planned_schema(context, frame.optimized_logical_plan()).field(0).type] = name
+    if len(found) != 1:
+        why = f"has the types {some_of(map(str, found))}" if found else f"has no type: {reason}"
+        raise RequestError(
+            f"the argument {shown(expression)} of a function must be made of the columns of one "
+            f"table of the load; it {why}"
+        )
+    return next(iter(found))
 
 
 def reads_any_column(sql: str, tables: Mapping[str, pa.Schema], table: str) -> bool:
@@ -247,9 +279,9 @@ def reads_any_column(sql: str, tables: Mapping[str, pa.Schema], table: str) -> b
     return further.name in check_query(sql, wider, allow_unordered=True).columns[table]
 
 
-def _session(tables: Mapping[str, pa.Schema], mode: Mode = PLAIN) -> SessionContext:
+def _session(tables: Mapping[str, pa.Schema], sql: str, mode: Mode = PLAIN) -> SessionContext:
     """A session with empty tables."""
-    context: SessionContext = open_session(1, mode=mode)
+    context: SessionContext = open_session(1, mode=mode, sql=sql)
     for name, schema in tables.items():
         batch = no_rows(schema)
         context.register_record_batches(name, [[batch]])

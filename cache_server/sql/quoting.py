@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from cache_protocol.errors import short
+from cache_server.sql.bound_functions import as_written
 
 
 def identifier(name: str) -> str:
@@ -17,4 +18,4 @@ def literal(value: str) -> str:
 
 def shown(sql: str) -> str:
     """A query in a message."""
-    return short(repr(sql))
+    return short(repr(as_written(sql)))

@@ -16,6 +16,7 @@ import pyarrow as pa
 from cache_protocol.datasets.dataset_spec import TABLE
 from cache_protocol.errors import CacheError, RequestError, short
 from cache_server.source.pinned import no_rows
+from cache_server.sql.bound_functions import as_written
 from cache_server.sql.bounded import first_unbounded
 from cache_server.sql.ignored_sql import are_paired, bare
 from cache_server.sql.planned_types import other_types
@@ -100,7 +101,7 @@ def check_row_query(expression: str, where: tuple[str, ...], schema: pa.Schema) 
         pa.schema([field for field in schema if field.name in read]),
         row_name,
         pa.schema([pa.field(VALUE if expression else ROW, dtype)]),
-        " where ".join(filter(None, (expression, " AND ".join(where)))),
+        as_written(" where ".join(filter(None, (expression, " AND ".join(where))))),
     )
 
 
@@ -126,7 +127,7 @@ def run_row_query(query: RowQuery, lots: Iterable[pa.RecordBatch]) -> Iterator[p
             start += lot.num_rows
             named = pa.RecordBatch.from_arrays(columns, schema=schema)
             slices = [named.slice(at, BATCH_ROWS) for at in range(0, lot.num_rows, BATCH_ROWS)]
-            context = open_session(1, BATCH_ROWS, mode=mode)
+            context = open_session(1, BATCH_ROWS, mode=mode, sql=query.sql)
             context.register_record_batches(TABLE, [slices])
             frame = frame_of(context, query.sql, schema.names)
             if folds_to_nothing(frame):
@@ -166,6 +167,7 @@ def _batch_of(pieces: list[pa.Array], schema: pa.Schema) -> pa.RecordBatch:
 def _check_size(expression: str, where: tuple[str, ...]) -> None:
     """Refuses what would take long to plan, or would end the process by its depth."""
     given = " and ".join(["expression"] * bool(expression) + ["where"] * bool(where))
+    expression, where = as_written(expression), tuple(map(as_written, where))
     num_characters = len(expression) + sum(map(len, where))
     text = " AND ".join(filter(None, (expression, *where)))
     size = size_of(text if num_characters <= MAX_TEXT_LENGTH else "")
@@ -186,7 +188,7 @@ def _checked(kind: str, text: str, schema: pa.Schema) -> tuple[pa.DataType, set[
     """The type of an expression of single rows, and the columns that it names."""
     if not are_paired(bare(text)):
         raise RequestError(f"{kind} {short(repr(text))} has a parenthesis without its partner")
-    sql, named = f"SELECT ({text}) AS {VALUE} FROM {TABLE}", f"{kind} {short(repr(text))}"
+    sql, named = f"SELECT ({text}) AS {VALUE} FROM {TABLE}", f"{kind} {shown(text)}"
     if found := _unbounded(sql, schema):
         raise RequestError(
             f"{named} must not use {found}: its result can be much longer than its arguments. "
@@ -211,7 +213,7 @@ def _checked(kind: str, text: str, schema: pa.Schema) -> tuple[pa.DataType, set[
 
 def _unbounded(sql: str, schema: pa.Schema) -> str:
     """What a query computes without a bound, by its plan as written; empty if it has no plan."""
-    context = open_session(1)
+    context = open_session(1, sql=sql)
     context.register_record_batches(TABLE, [[no_rows(schema)]])
     for name in TABLE_FUNCTIONS:
         context.deregister_udtf(name)

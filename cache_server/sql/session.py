@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,14 +20,17 @@ from datafusion import (
     SessionConfig,
     SessionContext,
     SQLOptions,
+    udf,
 )
 
 from cache_protocol.datasets.dataset_spec import TABLE
 from cache_protocol.errors import RequestError, some_of, without_middle
 from cache_server.source.pinned import no_rows
 from cache_server.sql import exactness
+from cache_server.sql.bound_functions import as_written, bound_function, bound_names
 from cache_server.sql.exactness import Mode
 from cache_server.sql.formats.batch_rows import DEFAULT_BATCH_ROWS
+from cache_server.sql.function_runs import Calls, current_run
 from cache_server.sql.implicit_zones import zone_problem
 from cache_server.sql.lineage import parts, variant
 from cache_server.sql.planned_types import planned_schema
@@ -36,6 +40,8 @@ from cache_server.sql.selection import Selection, selection_of
 PLAIN = Mode()
 _OF_A_SAMPLE = re.compile(r"^Error when processing CSV file .*?sample\.csv caused by ")
 _SIGNATURES = re.compile(r" to the signature OneOf\(.*\)(?= failed\.)")
+# An error of this package that a function raised inside DataFusion.
+_RAISED = re.compile(r"value: (?:Load|Request)Error\(('(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\")\)")
 _CANDIDATES = re.compile(r"(Candidate functions: )(.*)$")
 _VALID_FIELDS = re.compile(r"(Valid fields are )(.*)\.(?= |$)")
 # Functions whose results differ between nodes or loads.
@@ -69,10 +75,12 @@ def open_session(
     *,
     mode: Mode = PLAIN,
     runtime: RuntimeEnvBuilder | None = None,
+    sql: str = "",
 ) -> SessionContext:
     """A session that cuts a file into ``parts`` and keeps the order of rows.
 
     Args:
+        sql: what it will run, for the bound functions in it.
         mode: how it plans; see `mode_of`.
         runtime: memory and files for large queries; None: no limit.
     """
@@ -100,6 +108,12 @@ def open_session(
         context.deregister_udtf(name)
     for rule in exactness.SIMPLIFYING_RULES if mode.unsimplified else ():
         context.remove_optimizer_rule(rule)
+    for name in bound_names(sql):
+        bound = bound_function(name)
+        calls = Calls(name, current_run())
+        context.register_udf(
+            udf(calls, list(bound.columns.values()), bound.result, "immutable", name)
+        )
     return context
 
 
@@ -121,7 +135,7 @@ def _mode_of(sql: str, tables: tuple[tuple[str, pa.Schema], ...]) -> Mode:
     names = tables[0][1].names[:1] if selection else tables[0][1].names
 
     def frame_in(mode: Mode, setting: str) -> tuple[SessionContext, DataFrame]:
-        context = open_session(1, mode=mode)
+        context = open_session(1, mode=mode, sql=sql)
         context.sql(f"SET datafusion.optimizer.{setting}")
         for name, schema in tables:
             context.register_record_batches(name, [[no_rows(schema)]])
@@ -215,7 +229,7 @@ def frame_of(context: SessionContext, sql: str, read: Sequence[str]) -> DataFram
 
 def named_columns(sql: str, schema: pa.Schema) -> set[str]:
     """The columns that the results of a query over `TABLE` name, also those optimised away."""
-    context = open_session(1)
+    context = open_session(1, sql=sql)
     context.register_record_batches(TABLE, [[no_rows(schema)]])
     results = context.sql(sql).logical_plan().to_variant().projections()
     names = (part for result in results for part in parts(result))
@@ -257,6 +271,9 @@ def walk(plan: LogicalPlan, kind: str = "") -> Iterator[Any]:
 def reason_of(error: BaseException) -> str:
     """The message of DataFusion, on one line, with what to do where it does not tell."""
     text = str(error).removeprefix("DataFusion error: ")
+    if raised := _RAISED.search(text):
+        return str(ast.literal_eval(raised[1]))
+    text = as_written(text)
     text = text.partition("\nThis issue was likely caused by a bug in DataFusion")[0]
     text = _OF_A_SAMPLE.sub("", " ".join(text.split()))
     text = _VALID_FIELDS.sub(lambda found: f"{found[1]}{some_of(found[2].split(', '))}.", text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import select
 import socket
 import struct
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -14,14 +15,16 @@ import pyarrow as pa
 
 IDLE_S = 300.0  # without a request, after which the process ends
 _CHECK_MS = 100
+_CALLED = b"cache.called"  # in the metadata of a CALL: the function
 _HEADER = struct.Struct("<BQ")
 
 
 class Kind(IntEnum):
     """What a frame holds.
 
-    The node sends REQUEST, and after each NEXT one BATCH or END. All others are answers; the first
-    END says that the process has started.
+    The node sends REQUEST, and after each NEXT one BATCH or END. After a CALL, the arguments of an
+    installed function, it sends one BATCH or ERROR. All others are answers; the first END says that
+    the process has started.
     """
 
     REQUEST = 1
@@ -31,6 +34,7 @@ class Kind(IntEnum):
     NOTE = 5
     ERROR = 6
     END = 7
+    CALL = 8
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,7 @@ class Request:
         memory_bytes: of address space, besides what the process has mapped at its start.
         takes_lots: it gets an iterator of batches, ``lots``.
         takes_notes: it gets a function that sends a text, ``note``.
+        may_grow: what it keeps in memory is wanted, so the process is kept.
     """
 
     function: Callable[..., Any]
@@ -50,10 +55,11 @@ class Request:
     memory_bytes: int = 0
     takes_lots: bool = False
     takes_notes: bool = False
+    may_grow: bool = False
 
 
 class Channel:
-    """Frames over a socket: a kind, a length, bytes. Not thread-safe.
+    """Frames over a socket: a kind, a length, bytes. Only `called` may be used by any thread.
 
     Args:
         check: called every tenth of a second while it waits for a frame.
@@ -63,6 +69,7 @@ class Channel:
         self._socket = connection
         self._poll = select.poll()
         self._poll.register(connection, select.POLLIN)
+        self._lock = threading.Lock()
         self.check = check
 
     def send(self, kind: Kind, payload: bytes | pa.Buffer = b"") -> None:
@@ -71,6 +78,10 @@ class Channel:
         Raises:
             EOFError: the other process ended.
         """
+        with self._lock:
+            self._send(kind, payload)
+
+    def _send(self, kind: Kind, payload: bytes | pa.Buffer) -> None:
         size = len(payload) if isinstance(payload, bytes) else payload.size
         try:
             self._socket.sendall(_HEADER.pack(kind, size))
@@ -80,10 +91,14 @@ class Channel:
 
     def send_batch(self, batch: pa.RecordBatch) -> None:
         """Sends a batch with its schema, and with its dictionaries."""
-        sink = pa.BufferOutputStream()
-        with pa.ipc.new_stream(sink, batch.schema) as writer:
-            writer.write_batch(batch)
-        self.send(Kind.BATCH, sink.getvalue())
+        self.send(Kind.BATCH, _stream_of(batch))
+
+    def called(self, name: str, batch: pa.RecordBatch) -> tuple[Kind, pa.Buffer]:
+        """The answer to a CALL: a BATCH or an ERROR. Any thread; a query runs in several."""
+        named = batch.replace_schema_metadata({_CALLED: name})
+        with self._lock:
+            self._send(Kind.CALL, _stream_of(named))
+            return self.receive()
 
     def waits(self, time_s: float) -> bool:
         """Whether a frame begins within this time."""
@@ -112,6 +127,19 @@ class Channel:
                 raise EOFError
             view = view[received:]
         return buffer
+
+
+def _stream_of(batch: pa.RecordBatch) -> pa.Buffer:
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, batch.schema) as writer:
+        writer.write_batch(batch)
+    return sink.getvalue()
+
+
+def call_of(payload: pa.Buffer) -> tuple[str, pa.RecordBatch]:
+    """The function and the arguments of a CALL."""
+    batch = batch_of(payload)
+    return (batch.schema.metadata or {})[_CALLED].decode(), batch
 
 
 def batch_of(payload: pa.Buffer) -> pa.RecordBatch:

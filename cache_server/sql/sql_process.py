@@ -19,19 +19,18 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from subprocess import DEVNULL, Popen
-from typing import IO, Any
+from typing import IO, Any, TypeAlias
 
 import pyarrow as pa
 
 from cache_protocol.cli.output import size
-from cache_protocol.errors import CacheError, from_proto
+from cache_protocol.errors import CacheError, RequestError, from_proto, to_proto
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.machine import MACHINE_BYTES
-from cache_server.sql.sql_frames import IDLE_S, Channel, Kind, Request, batch_of
+from cache_server.sql.sql_frames import IDLE_S, Channel, Kind, Request, batch_of, call_of
 
 _PROGRAM = Path(__file__).with_name("sql_program.py")
-_SPARE = 2  # that start while several are in use
-_MOST_IDLE = 3  # processes that are kept for later
+_SPARE, _MOST_IDLE = 2, 3  # see `Pool`
 _SEND_S = 60.0  # for a request, or for rows that the process asked for
 _PLAN_BYTES, _PLAN_S = 1 << 30, 30.0
 _NO_MEMORY = b"memory allocation of "  # as Rust says it
@@ -73,6 +72,7 @@ class Limits:
 
 
 ANY = Limits()
+Compute: TypeAlias = Callable[[str, pa.RecordBatch], pa.Array]
 PLANNING = Limits(_PLAN_BYTES, _PLAN_S)
 
 
@@ -82,6 +82,7 @@ class SqlProcess:
     Attributes:
         is_started: it has answered before.
         is_usable: false after its end, or if it should be replaced.
+        known: what its user wrote down of what it keeps.
     """
 
     def __init__(self) -> None:
@@ -99,6 +100,7 @@ class SqlProcess:
                     "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
                     "TOKIO_WORKER_THREADS": "1",
                     "MALLOC_ARENA_MAX": "2",
+                    "RAYON_NUM_THREADS": "1",  # of functions: each process has one processor
                     "ARROW_DEFAULT_MEMORY_POOL": "system",
                 },
                 cwd="/",
@@ -109,6 +111,7 @@ class SqlProcess:
         self._used_s = time.monotonic()
         self.is_started = False
         self.is_usable = True
+        self.known: set[str] = set()
 
     @property
     def is_alive(self) -> bool:
@@ -123,8 +126,12 @@ class SqlProcess:
         *,
         lots: Iterable[pa.RecordBatch] = (),
         note: Callable[[str], None] = lambda text: None,
+        functions: Compute | None = None,
     ) -> Generator[pa.RecordBatch, None, Any]:
         """Yields the batches of a call; returns its value.
+
+        Args:
+            functions: computes a bound function for a batch of its arguments; None: no call may be.
 
         Raises:
             LimitError: it took more than the limits, or was killed.
@@ -156,6 +163,8 @@ class SqlProcess:
                         self._channel.send(Kind.END)
                     else:
                         self._channel.send_batch(lot)
+                elif kind is Kind.CALL:
+                    self._answer_call(functions, payload)
                 elif kind is Kind.NOTE:
                     note(payload.to_pybytes().decode())
                 elif kind is Kind.VALUE:
@@ -171,6 +180,17 @@ class SqlProcess:
         if isinstance(value, CacheError):
             raise value
         return value
+
+    def _answer_call(self, functions: Compute | None, payload: pa.Buffer) -> None:
+        name, batch = call_of(payload)
+        try:
+            if functions is None:
+                raise RequestError("installed functions are not computed here")
+            values = functions(name, batch)
+        except CacheError as error:
+            self._channel.send(Kind.ERROR, to_proto(error).SerializeToString())
+        else:
+            self._channel.send_batch(pa.record_batch([values], ["value"]))
 
     def _end(self, limits: Limits) -> str:
         """How the process ended."""
@@ -199,13 +219,18 @@ class SqlProcess:
         self._process.returncode = 0  # it is no child of this process
 
 
-class _Pool:
+class Pool:
     """Processes that wait for the next call. Thread-safe.
 
     A process needs half a second to start. So while several are in use, further ones start.
+
+    Args:
+        most_idle: processes that are kept for later.
+        spare: that start while several are in use.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most_idle: int = _MOST_IDLE, spare: int = _SPARE) -> None:
+        self._most_idle, self._spare = most_idle, spare
         self._lock = threading.Lock()
         self._idle: list[SqlProcess] = []
         self._num_used = 0
@@ -219,7 +244,7 @@ class _Pool:
         finally:
             with self._lock:
                 self._num_used -= 1
-                keeps = process.is_usable and len(self._idle) < _MOST_IDLE
+                keeps = process.is_usable and len(self._idle) < self._most_idle
                 if keeps:
                     self._idle.append(process)
             if not keeps:
@@ -232,7 +257,7 @@ class _Pool:
             self._idle.sort(key=lambda process: process.is_started)
             process = self._idle.pop() if self._idle else SqlProcess()
             self._num_used += 1
-            while self._num_used > 1 and len(self._idle) < _SPARE:
+            while self._num_used > 1 and len(self._idle) < self._spare:
                 self._idle.append(SqlProcess())
         for other in ended:
             other.close()
@@ -253,7 +278,7 @@ class _Pool:
             process.forget()
 
 
-_POOL = _Pool()
+_POOL = Pool()
 atexit.register(_POOL.close)
 os.register_at_fork(after_in_child=_POOL.forget)
 lease = _POOL.lease
@@ -265,12 +290,14 @@ def stream(
     limits: Limits,
     failure: Callable[[str], CacheError],
     note: Callable[[str], None] | None = None,
+    functions: Compute | None = None,
 ) -> Iterator[pa.RecordBatch]:
     """The batches of a function that another process runs.
 
     Args:
         failure: makes the error of a process that ended, from the reason: a verb and its object.
         note: given to the function, if it takes one.
+        functions: see `SqlProcess.run`.
 
     Raises:
         CacheError: of the function, or of ``failure``. What ``limits.check`` raises.
@@ -280,7 +307,9 @@ def stream(
     )
     with lease() as process:
         try:
-            yield from process.run(request, limits, note=note or (lambda text: None))
+            yield from process.run(
+                request, limits, note=note or (lambda text: None), functions=functions
+            )
         except LimitError as error:
             raise failure(str(error)) from None
 

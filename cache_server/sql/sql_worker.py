@@ -21,12 +21,19 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
 
-from cache_protocol.errors import CacheError, to_proto
-from cache_server.sql import column_stats, loader, row_queries  # noqa: F401  # requests name theirs
+from cache_protocol.errors import CacheError, from_proto, to_proto
+from cache_protocol.v1 import cache_pb2 as pb
+from cache_server.sql import (  # requests name their functions
+    column_stats,  # noqa: F401
+    function_runs,
+    loader,  # noqa: F401
+    row_queries,
+)
 from cache_server.sql.session import run_apart
 from cache_server.sql.sql_frames import IDLE_S, Channel, Kind, Request, batch_of
 
@@ -50,9 +57,10 @@ def main() -> None:
             _, payload = channel.receive()
             request: Request = pickle.loads(payload)
             _limit(base_bytes + request.memory_bytes)
-            _answer(channel, request)
+            with function_runs.running(partial(_asked, channel)):
+                _answer(channel, request)
             _limit(resource.RLIM_INFINITY)
-            is_grown = _mapped_bytes() > base_bytes + _GROWN_BYTES
+            is_grown = _mapped_bytes() > base_bytes + _GROWN_BYTES and not request.may_grow
             channel.send(Kind.END, bytes([is_grown]))
 
 
@@ -73,6 +81,14 @@ def _answer(channel: Channel, request: Request) -> None:
         channel.send(Kind.ERROR, to_proto(error).SerializeToString())
     except MemoryError:
         os.abort()  # as Rust does
+
+
+def _asked(channel: Channel, name: str, batch: pa.RecordBatch) -> pa.Array:
+    """The values of a bound function, which the node lets another process compute."""
+    kind, payload = channel.called(name, batch)
+    if kind is Kind.ERROR:
+        raise from_proto(pb.Error.FromString(payload.to_pybytes()))
+    return batch_of(payload).column(0)
 
 
 def _lots(channel: Channel) -> Iterator[pa.RecordBatch]:

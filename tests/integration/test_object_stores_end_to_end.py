@@ -405,6 +405,46 @@ def test_nothing_shows_or_keeps_the_keys_of_a_dataset_that_is_loaded(
     client.drop("secret")
 
 
+def test_a_tokenizer_in_the_store_is_pinned_and_read_with_the_keys_of_the_table(
+    store: Store, cluster: LocalCluster
+) -> None:
+    def tokenizer(*words: str) -> bytes:
+        model = {
+            "type": "WordLevel",
+            "unk_token": words[0],
+            "vocab": {w: n for n, w in enumerate(words)},
+        }
+        return json.dumps({"model": model, "pre_tokenizer": {"type": "WhitespaceSplit"}}).encode()
+
+    key = "models/tokenizer.json"
+    store.put_many(
+        BUCKET,
+        {
+            "texts/0.parquet": parquet(pa.table({"text": ["a b", "", "b c"]})),
+            key: tokenizer("?", "a", "b"),
+        },
+    )
+    client = CacheClient(cluster.endpoint)
+    sql = f"SELECT tokenize(text, 's3://{BUCKET}/{key}') AS tokens FROM source"
+    client.load(spec_of(store, "tokens", "texts/", sql=sql))
+    assert [row["tokens"] for row in cached(client, "tokens")] == [[1, 2], [], [2, 0]]
+
+    store.clear()
+    other = tokenizer("?", "b", "a")
+    store.at(2, key, lambda: store.put_many(BUCKET, {key: other}))  # when a node reads it
+    store.put_many(
+        BUCKET,
+        {
+            "texts/0.parquet": parquet(pa.table({"text": ["a"]})),
+            key: tokenizer("?", "a", "b", "c"),
+        },
+    )
+    with pytest.raises(LoadError, match=rf": (source )?file s3://{BUCKET}/{key} changed"):
+        client.load(spec_of(store, "changed", "texts/", sql=sql))
+    client.load(spec_of(store, "changed", "texts/", sql=sql))
+    assert [row["tokens"] for row in cached(client, "changed")] == [[2]]
+
+
 def test_an_object_that_changes_after_the_plan_fails_the_load_until_it_is_tried_again(
     store: Store, cluster: LocalCluster
 ) -> None:

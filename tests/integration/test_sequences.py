@@ -122,6 +122,40 @@ def test_another_world_size_continues_a_packed_epoch(cluster: LocalCluster, name
         whole.load_state_dict(state)
 
 
+@pytest.mark.parametrize("long", ["drop", "truncate"])
+def test_best_fit_gives_each_document_once_with_its_end_also_after_a_resume(
+    cluster: LocalCluster, name: str, long: str
+) -> None:
+    options = {**PACKED, "cut_documents": False, "long_documents": long, "best_fit": True}
+    options |= {"end_token": 99_999, "pad_token": -1}
+    ranks = [
+        dataset(cluster, name, rank=rank, world_size=2, batch_size=4, **options) for rank in (0, 1)
+    ]
+    taken: list[int] = []
+    for steps, step in enumerate(zip(*ranks, strict=True), 1):
+        taken += [token for batch in step for token in batch["tokens"].reshape(-1).tolist()]
+        if steps == 3:
+            break
+    others = [
+        dataset(cluster, name, rank=rank, world_size=3, batch_size=3, **options)
+        for rank in range(3)
+    ]
+    for each in others:
+        each.load_state_dict(ranks[0].state_dict())
+    for step in zip(*others, strict=True):
+        taken += [token for batch in step for token in batch["tokens"].reshape(-1).tolist()]
+    kept = [[*each, 99_999] for each in TOKENS if each and (long != "drop" or len(each) < LENGTH)]
+    expected = sorted(token for each in kept for token in each[:LENGTH])
+    given = sorted(token for token in taken if token != -1)
+    slots: Any = ranks[0].slots
+    repeated = len(taken) // LENGTH - slots.num_slots(0)  # for equal steps
+    assert repeated < 9
+    assert (given == expected) == (repeated == 0)
+    assert set(given) == set(expected)
+    assert slots.num_tokens(0) == len(expected)
+    assert slots.num_padding(0) < 0.05 * slots.num_slots(0) * LENGTH
+
+
 def test_whole_documents_stay_together_and_labels_follow_their_mask(
     cluster: LocalCluster, name: str
 ) -> None:

@@ -190,9 +190,11 @@ class Membership:
         If it is not, the node must report everything: this coordinator has started again, or a
         report or its answer was lost.
         """
+        known = self._members.get(request.node.id)
+        if request.since and (known is None or not _is_same(known.node, request.node)):
+            return False  # its functions are not known
         if not any(actual.unchanged for actual in request.datasets):
             return True
-        known = self._members.get(request.node.id)
         return (
             known is not None
             and known.report == request.since != 0
@@ -253,6 +255,9 @@ class Membership:
         if known is None or known.host != host:
             self._require_place_of_host(node_id, host)
         joined = known is None
+        if request.since and known is not None and _is_same(known.node, request.node):
+            request.node.ClearField("functions")
+            request.node.functions.extend(known.node.functions)
         former = self._former(known, request.node, is_own=is_own)
         self.heard += 1
         member = Member(

@@ -680,6 +680,7 @@ class Node(google.protobuf.message.Message):
     DRAIN_FIELD_NUMBER: builtins.int
     LEAVING_FIELD_NUMBER: builtins.int
     PROTOCOL_FIELD_NUMBER: builtins.int
+    FUNCTIONS_FIELD_NUMBER: builtins.int
     id: builtins.str
     flight_location: builtins.str
     """grpc://host:port"""
@@ -707,6 +708,10 @@ class Node(google.protobuf.message.Message):
     def drain(self) -> Global___Drain:
         """set by the coordinator while it moves the shards of the node away"""
 
+    @property
+    def functions(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___NodeFunction]:
+        """that SQL may call on it"""
+
     def __init__(
         self,
         *,
@@ -725,11 +730,41 @@ class Node(google.protobuf.message.Message):
         drain: Global___Drain | None = ...,
         leaving: builtins.bool = ...,
         protocol: builtins.int = ...,
+        functions: collections.abc.Iterable[Global___NodeFunction] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["drain", b"drain"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["alive", b"alive", "cache_dir", b"cache_dir", "control_location", b"control_location", "drain", b"drain", "flight_location", b"flight_location", "id", b"id", "leaving", b"leaving", "memory_limit_bytes", b"memory_limit_bytes", "name", b"name", "process", b"process", "protocol", b"protocol", "stored_bytes", b"stored_bytes", "stored_shards", b"stored_shards", "untrusted", b"untrusted", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["alive", b"alive", "cache_dir", b"cache_dir", "control_location", b"control_location", "drain", b"drain", "flight_location", b"flight_location", "functions", b"functions", "id", b"id", "leaving", b"leaving", "memory_limit_bytes", b"memory_limit_bytes", "name", b"name", "process", b"process", "protocol", b"protocol", "stored_bytes", b"stored_bytes", "stored_shards", b"stored_shards", "untrusted", b"untrusted", "version", b"version"]) -> None: ...
 
 Global___Node: typing_extensions.TypeAlias = Node
+
+@typing.final
+class NodeFunction(google.protobuf.message.Message):
+    """A function that a package on a node registers."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    VERSION_FIELD_NUMBER: builtins.int
+    SIGNATURE_FIELD_NUMBER: builtins.int
+    TEXT_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    version: builtins.str
+    """of its results"""
+    signature: builtins.str
+    """for people"""
+    text: builtins.str
+    """what it does"""
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        version: builtins.str = ...,
+        signature: builtins.str = ...,
+        text: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["name", b"name", "signature", b"signature", "text", b"text", "version", b"version"]) -> None: ...
+
+Global___NodeFunction: typing_extensions.TypeAlias = NodeFunction
 
 @typing.final
 class Drain(google.protobuf.message.Message):

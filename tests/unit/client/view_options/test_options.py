@@ -20,7 +20,7 @@ FITTING: dict[str, Any] = {
     "a flag": True,
     "an integer": 3,
     "a negative integer": -1,
-    "a text": "a",
+    "a text": "drop",
     "names": ["labels"],
     "nothing": [],
     "a pair": (1, 2),
@@ -50,6 +50,9 @@ TAKES: dict[str, set[str]] = {
     "pack": {"a text"},
     "sequence_length": {"an integer"},
     "cut_documents": {"a flag"},
+    "long_documents": {"a text"},
+    "best_fit": {"a flag"},
+    "end_token": {"an integer"},
     "pad_token": {"an integer", "a negative integer"},
     "pack_outputs": {"names", "nothing"},
     "label_mask": {"a text"},
@@ -64,14 +67,18 @@ TAKES: dict[str, set[str]] = {
     "join": {"texts by name", "no entries"},
 }
 PACK: dict[str, Any] = {"pack": "t", "sequence_length": 4}
+WHOLE: dict[str, Any] = {**PACK, "cut_documents": False}
 BESIDE: dict[str, dict[str, Any]] = {
     "split": {"part": "a"},
-    "part": {"split": {"a": 0.5}},
+    "part": {"split": {"drop": 0.5}},
     "split_by": {"fold": (0, 2)},
     "replacement": {"weights": "w"},
     "pack": {"sequence_length": 4},
     "sequence_length": {"pack": "t"},
     "cut_documents": PACK,
+    "long_documents": WHOLE,
+    "best_fit": {**WHOLE, "long_documents": "drop"},
+    "end_token": PACK,
     "pad_token": PACK,
     "pack_outputs": PACK,
     "label_mask": PACK,

@@ -4,12 +4,12 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from cache_client.reading import rows as reading_rows
 from cache_client.view_options import packed_batches
-from cache_client.views import packing, shared_array
+from cache_client.views import best_fit, packing, shared_array
 from cache_client.views import view as views_view
 from cache_protocol.errors import RequestError
 from cache_protocol.storage.layout import Layout
@@ -26,18 +26,30 @@ def rows_of(*columns, row_ids, tokens_type=None):
     return reading_rows.Rows(layout, {}, arrays, len(row_ids))
 
 
-def reference(documents, masks, slots, *, length, pad, cut, order):
-    """The batch by loops; `documents` by row, `order` of rows."""
+def in_order(documents, *, length, cut, order):
+    """Sequences of (row, place), by loops; `documents` by row, `order` of rows."""
     stream, sequences = [(row, i) for row in order for i in range(len(documents[row]))], [[]]
     if cut:
-        sequences = [stream[at : at + length] for at in range(0, len(stream), length)]
-    else:
-        for row in order:
-            places = [(row, i) for i in range(len(documents[row]))]
-            for at in range(0, len(places), length):
-                if len(sequences[-1]) + len(places[at : at + length]) > length:
-                    sequences.append([])
-                sequences[-1] += places[at : at + length]
+        return [stream[at : at + length] for at in range(0, len(stream), length)]
+    for row in order:
+        places = [(row, i) for i in range(len(documents[row]))]
+        for at in range(0, len(places), length):
+            if len(sequences[-1]) + len(places[at : at + length]) > length:
+                sequences.append([])
+            sequences[-1] += places[at : at + length]
+    return sequences
+
+
+def by_policy(documents, *, length, long, ends):
+    """What each document gives: with its end, and no more than it may have."""
+    ended = [[*each, ends] if each and ends is not None else each for each in documents]
+    if long == "drop":
+        return [each if len(each) <= length else [] for each in ended]
+    return [each[:length] if long == "truncate" else each for each in ended]
+
+
+def reference(documents, masks, sequences, slots, *, length, pad):
+    """The batch by loops."""
     batch = {name: [] for name in ("tokens", "position_ids", "document_ids", "labels")}
     cu_seqlens = []
     for number, slot in enumerate(slots):
@@ -65,24 +77,33 @@ def reference(documents, masks, slots, *, length, pad, cut, order):
     lengths=st.lists(st.integers(0, 20), min_size=1, max_size=25).filter(any),
     length=st.integers(1, 12),
     cut=st.booleans(),
+    long=st.sampled_from(packing.LONG_DOCUMENTS),
+    fits_best=st.booleans(),
+    end=st.one_of(st.none(), st.just(70_000)),
     large=st.booleans(),
     seed=st.integers(0, 9),
     data=st.data(),
 )
-@settings(max_examples=40)
-def test_a_batch_is_that_of_loops(lengths, length, cut, large, seed, data):
+@settings(max_examples=500)
+def test_a_batch_is_that_of_loops(lengths, length, cut, long, fits_best, end, large, seed, data):
     rng = np.random.default_rng(seed)
     documents = [rng.integers(0, 999, n).tolist() for n in lengths]
     masks = [rng.integers(0, 2, n).tolist() for n in lengths]
     shuffle = views_view.Shuffle(True, None, seed)
-    view = packing.PackingView(
+    fits_best = fits_best and not cut and long != "split"
+    make = best_fit.BestFitView if fits_best else packing.PackingView
+    view = make(
         views_view.PlainView(len(lengths)),
-        shared_array.SharedArray(np.array(lengths, np.uint16)),
+        shared_array.SharedArray(np.array(lengths, np.uint8)),
         length,
         cut,
         shuffle,
+        "tokens",
+        "split" if cut else long,
+        end is not None,
     )
     num_slots = view.num_slots(0)
+    assume(num_slots)
     start = data.draw(st.integers(0, num_slots - 1))
     slots = list(range(start, data.draw(st.integers(start + 1, num_slots))))
     if data.draw(st.booleans()):
@@ -95,13 +116,19 @@ def test_a_batch_is_that_of_loops(lengths, length, cut, large, seed, data):
         row_ids=samples.row_ids.tolist(),
     )
     assemble = packed_batches.PackedAssembler(
-        "tokens", length, 7, packing.PACK_OUTPUTS, "torch", label_mask="mask"
+        "tokens", length, 7, packing.PACK_OUTPUTS, "torch", label_mask="mask", end_token=end
     )
     (batch,) = assemble(rows, samples.slots(0, len(slots)), [len(slots)])
     order = shuffle.order(view.inner, 0).row_ids(np.arange(len(lengths))).tolist()
-    expected, cu_seqlens = reference(
-        documents, masks, slots, length=length, pad=7, cut=cut, order=order
-    )
+    policy = {"length": length, "long": "split" if cut else long}
+    given_documents = by_policy(documents, ends=end, **policy)
+    masks = by_policy([[*mask, *mask[-1:]] if end else mask for mask in masks], ends=None, **policy)
+    sequences = in_order(given_documents, length=length, cut=cut, order=order)
+    if fits_best:
+        sequences = of_best_fit(view, given_documents)
+    assert view.num_tokens(0) == sum(map(len, given_documents)) == sum(map(len, sequences))
+    assert view.num_padding(0) == len(sequences) * length - view.num_tokens(0)
+    expected, cu_seqlens = reference(given_documents, masks, sequences, slots, length=length, pad=7)
     assert set(batch) == {"tokens", *packing.PACK_OUTPUTS, "max_seqlen"}
     for name, values in expected.items():
         assert batch[name].tolist() == values, name
@@ -109,6 +136,25 @@ def test_a_batch_is_that_of_loops(lengths, length, cut, large, seed, data):
     assert batch["max_seqlen"] == max(np.diff(cu_seqlens))
     assert batch["tokens"].dtype == batch["labels"].dtype == torch.int64
     assert batch["cu_seqlens"].dtype == torch.int32
+
+
+def of_best_fit(view, documents):
+    """The sequences of a view, if they are those of a loop over documents, the longest first."""
+    size, bins = view.sequence_length, []
+    for document in sorted(filter(None, documents), key=len, reverse=True):
+        fitting = [each for each in bins if size - sum(each) >= len(document)]
+        if not fitting:
+            bins.append(fitting := [])
+        else:
+            fitting = min(fitting, key=lambda each: size - sum(each))
+        fitting.append(len(document))
+    samples = view.samples(np.arange(view.num_slots(0)), 0)
+    rows = np.split(samples.row_ids, np.cumsum(samples.lengths)[:-1])
+    assert sorted(row for each in rows for row in each) == [
+        row for row, document in enumerate(documents) if document
+    ]
+    assert sorted([len(documents[row]) for row in each] for each in rows) == sorted(bins)
+    return [[(row, i) for row in each for i in range(len(documents[row]))] for each in rows]
 
 
 def assembled(*columns, **options):

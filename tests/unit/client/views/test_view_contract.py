@@ -19,6 +19,7 @@ from cache_client import views
 from cache_client.order.due import UNITS, Due
 from cache_client.views import amended as amended_views
 from cache_client.views import (
+    best_fit,
     groups,
     length_buckets,
     mixing,
@@ -79,9 +80,18 @@ def buckets(size: int, bucket_rows: int = 4, column: str = "n") -> view.SlotView
     return length_buckets.LengthBucketsView(plain, lengths, bucket_rows, shuffled(), column)
 
 
-def packed(size: int, cut: bool = True, length: int = 16, column: str = "n") -> view.SlotView:
+def packed(
+    size: int, cut: bool = True, length: int = 16, column: str = "n", **options: Any
+) -> view.SlotView:
     lengths = Shared(numbers(size).astype(np.uint16))
-    return packing.PackingView(view.PlainView(size), lengths, length, cut, shuffled(), column)
+    plain = view.PlainView(size)
+    return packing.PackingView(plain, lengths, length, cut, shuffled(), column, **options)
+
+
+def best_fitted(size: int, long: Any = "drop", length: int = 16) -> view.SlotView:
+    lengths = Shared(numbers(size).astype(np.uint16))
+    plain = view.PlainView(size)
+    return best_fit.BestFitView(plain, lengths, length, False, shuffled(), "n", long)
 
 
 def grouped(
@@ -126,6 +136,15 @@ CASES: dict[str, tuple[Make, tuple[Make, ...]]] = {
     "length buckets": (buckets, (partial(buckets, bucket_rows=5), partial(buckets, column="m"))),
     "packed and cut": (packed, (partial(packed, length=15), partial(packed, column="m"))),
     "packed whole": (partial(packed, cut=False), (packed,)),
+    "packed, long ones dropped": (
+        partial(packed, cut=False, long="drop"),
+        (partial(packed, cut=False), partial(packed, cut=False, long="truncate")),
+    ),
+    "packed by best fit": (
+        best_fitted,
+        (partial(best_fitted, long="truncate"), partial(packed, cut=False, long="drop")),
+    ),
+    "packed with ends": (partial(packed, ends=True), (packed,)),
     "groups": (grouped, (partial(grouped, identity="others"),)),
     "windows": (partial(grouped, window=(2, 1)), ()),
     "amended": (amended, (partial(amended, at=1), partial(amended, epoch=1))),

@@ -13,6 +13,7 @@ from cache_server.auth.principals import ANYONE
 from cache_server.coordination.catalogue import Catalogue
 from cache_server.coordination.coordinator import Coordinator
 from cache_server.coordination.members import membership
+from cache_server.node.heartbeat_messages import ReportEncoder
 from tests.fake_nodes import (
     FILES,
     ROWS_PER_FILE,
@@ -135,3 +136,24 @@ def test_a_machine_has_a_bounded_number_of_places_also_for_members_that_move_to_
     beat("c", "machine-2")
     with pytest.raises(ConfigError, match="node c cannot join"):
         beat("c", "machine-1", "moved")
+
+
+def test_a_node_tells_its_functions_once_and_again_to_a_restarted_coordinator(
+    coordinator: Coordinator, tmp_path: Path, clock: Clock
+) -> None:
+    encoder = ReportEncoder()
+    node = pb.Node(id="one", flight_location="grpc://one:1", process="p")
+    node.functions.add(name="tokenize", version="1")
+
+    def beat(to: Coordinator) -> bool:
+        request = encoder.encode(node, {}, {})
+        told = bool(request.node.functions)
+        response = to.heartbeat(request)
+        encoder.apply(response)
+        return told
+
+    assert [beat(coordinator) for _ in range(3)] == [True, False, False]
+    assert coordinator.nodes()[0].functions == node.functions
+    again = make_coordinator(tmp_path, clock)
+    assert [beat(again) for _ in range(3)] == [False, True, False]
+    assert again.nodes()[0].functions == node.functions

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -276,9 +277,9 @@ def closed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
 
     def plan_with_counted_pins(
-        wanted: DatasetSpec, before: Sequence[PinnedVersion] = ()
+        wanted: DatasetSpec, before: Sequence[PinnedVersion] = (), functions: Any = None
     ) -> OpenPlan:
-        planned = plan_version(wanted, before)
+        planned = plan_version(wanted, before, functions)
         pins = {
             name: replace(pin, close=lambda: names.append(wanted.name))
             for name, pin in planned.pins.items()
