@@ -85,7 +85,7 @@ def main() -> None:
 
 
 def count_seen_once(keys: np.ndarray[Any, Any], most: int) -> int:
-    """Counts the keys that occur exactly once over all ranks; a rank has ``most`` of them or fewer."""
+    """Counts the keys that occur exactly once over all ranks. A rank has ``most`` or fewer."""
     padded = np.pad(keys, (0, most - len(keys)), constant_values=NO_KEY)
     everywhere = np.array(mx.distributed.all_gather(mx.array(padded)))
     unique, counts = np.unique(everywhere, return_counts=True)
