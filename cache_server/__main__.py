@@ -32,6 +32,7 @@ from cache_protocol.errors import (
     missing_package,
 )
 from cache_protocol.storage.memory_budget import may_keep_freed_memory
+from cache_protocol.wire import lineage
 from cache_server.auth.kubernetes import SERVICE_ACCOUNT_DIR, Cluster
 from cache_server.config import NodeConfig
 from cache_server.local import LocalCluster, checked_settings, describe_nodes
@@ -148,7 +149,7 @@ def serve(
     except ModuleNotFoundError as error:
         raise ConfigError(missing_package(error, "a cache node", "server")) from None
 
-    send_spans = set_up_spans(os.environ)
+    send_spans, events = set_up_spans(os.environ), lineage.sender()
     server = CacheServer(config, load=spec, on_load_failure=stop.fail)
     line = {
         "event": "listening",
@@ -170,6 +171,8 @@ def serve(
         stop.wait_for(server.leave)
     drained = server.close()
     send_spans()
+    if events is not None:
+        events.flush()
     if ephemeral and stop.parent_is_gone:
         _remove(config.cache_dir)
     if not drained:

@@ -31,6 +31,7 @@ from cache_client.epochs.loader_iterators import (
 from cache_client.epochs.observer import Observer
 from cache_client.epochs.passes import Pass, Passes, check_pass, checked_state
 from cache_client.epochs.stats import ReadStats
+from cache_client.epochs.training_run import TrainingRun, training_run
 from cache_client.job.parallel_groups import warn_of_model_parallelism
 from cache_client.job.ranks import find_initialised_rank
 from cache_client.order.order import StepPlan
@@ -75,6 +76,7 @@ class RankBatches(Familiar, IterableDataset[Any]):
         self._warned_of_groups = False
         self._process_passes: PerProcess[Passes] = PerProcess()
         self._worker_start: Start | None = None  # where a state of this worker stands
+        self._run = self._begin_run()
 
     # -- what is read --------------------------------------------------------------------------
 
@@ -552,6 +554,7 @@ class RankBatches(Familiar, IterableDataset[Any]):
                 self._shared_counts,
                 skipped=self._skips,
                 in_worker=get_worker_info() is not None,
+                run=self._run,
             )
         )
 
@@ -596,4 +599,13 @@ class RankBatches(Familiar, IterableDataset[Any]):
         """An independent dataset with the same position; only copies in workers share it."""
         duplicate = type(self).__new__(type(self))
         duplicate.__dict__.update(self.__getstate__(), _cursor=copy.deepcopy(self._cursor))
+        duplicate._shared_counts.is_told = False
+        duplicate._run = duplicate._begin_run()
         return duplicate
+
+    def _begin_run(self) -> TrainingRun | None:
+        """The run of this dataset, for lineage; ends with it."""
+        run = training_run(self._config.job, self.rank)
+        if run is not None:
+            run.end_with(self, self._shared_counts)
+        return run
