@@ -104,7 +104,7 @@ class Observer:
         node_ids: of the version.
         shared: with DataLoader workers.
         reporter: sends reports; None: no report is sent.
-        run: tells lineage which versions are read, with these versions; None: nothing is told.
+        run: tells lineage of the versions, which follow; None: it does not.
 
     Attributes:
         counts: of this process, for its readers.

@@ -16,7 +16,7 @@ from contextlib import closing
 from dataclasses import replace
 from functools import cache, partial
 from multiprocessing.context import get_spawning_popen
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import pyarrow as pa
 from torch.utils.data import IterableDataset, get_worker_info
@@ -54,6 +54,9 @@ from cache_protocol.errors import (
     ConfigError,
     LengthUnknownError,
 )
+
+if TYPE_CHECKING:
+    from cache_client.training.mlflow_dataset import MlflowDataset
 
 
 class RankBatches(Familiar, IterableDataset[Any]):
@@ -364,6 +367,35 @@ class RankBatches(Familiar, IterableDataset[Any]):
         those of `loader`.
         """
         return self._observer.stats()
+
+    def mlflow_dataset(self) -> MlflowDataset:
+        """What this job reads, for ``mlflow.log_input``: version, view, schema, rows and bytes.
+
+        Raises:
+            ConfigError: MLflow is not installed.
+        """
+        try:
+            from cache_client.training.mlflow_dataset import MlflowDataset
+        except ModuleNotFoundError as error:
+            if (error.name or "").partition(".")[0] != "mlflow":
+                raise
+            raise ConfigError(
+                "mlflow_dataset() needs the package 'mlflow': pip install mlflow-skinny"
+            ) from None
+        shards = self._opened.shards
+        facts = {
+            "cache": self.endpoint,
+            "versions": [
+                {"dataset": each.dataset, "fingerprint": each.fingerprint}
+                for each in self._opened.versions
+            ],
+            "view": self._opened.view_text,
+            "seed": self.seed,
+            "shuffle": self._config.shuffle.shuffle,
+            "shuffle_block_size": self._config.shuffle.shuffle_block_size,
+        }
+        sums = {} if self._loading else {"num_rows": self.num_rows, "num_bytes": shards.num_bytes}
+        return MlflowDataset(self.name, self.fingerprint, facts, self.schema, sums)
 
     # -- iteration -----------------------------------------------------------------------------
 

@@ -146,7 +146,7 @@ class Opened:
         *,
         skipped: str,
         in_worker: bool,
-        run: TrainingRun | None,
+        run: TrainingRun | None = None,
     ) -> Observer:
         """What watches the passes of a process.
 

@@ -499,7 +499,7 @@ class VersionRecord:
             self.run.complete(self.sealed_sums().num_rows, self.sealed_sums().num_bytes)
 
     def abort(self) -> None:
-        """Ends what is told of its load, where the version is forgotten meanwhile."""
+        """Ends the span and the run of its load: the version is forgotten meanwhile."""
         tracing.end(self.span)
         if self.run is not None:
             self.run.abort()
