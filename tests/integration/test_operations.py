@@ -100,9 +100,11 @@ def test_a_dataset_takes_what_the_page_computes(cluster: LocalCluster, tmp_path:
 def test_texts_and_nulls_take_what_the_page_says(cluster: LocalCluster, tmp_path: Path) -> None:
     count = 40_000
     nulls = {f"n{i}": pa.array([None, 1] * (count // 2), pa.int8()) for i in range(9)}
-    pq.write_table(pa.table({"text": ["x" * 100] * count, **nulls}), tmp_path / "a.parquet")
+    others = {"text": ["x" * 100] * count, "flag": [True] * count}
+    lists = {"list": pa.array([[1, 2, 3]] * count, pa.list_(pa.int32()))}
+    pq.write_table(pa.table({**others, **lists, **nulls}), tmp_path / "a.parquet")
     info = CacheClient(cluster.endpoint).load(DatasetSpec("texts", tmp_path / "a.parquet"))
-    width = (4 + 100) + 9 * 1 + 2
+    width = (4 + 100) + 1 + (4 + 3 * 4) + 9 * 1 + 2
     assert info.num_bytes == pytest.approx(count * width, rel=0.01)
 
 
