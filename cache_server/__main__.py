@@ -149,7 +149,8 @@ def serve(
     except ModuleNotFoundError as error:
         raise ConfigError(missing_package(error, "a cache node", "server")) from None
 
-    send_spans, events = set_up_spans(os.environ), lineage.sender()
+    send_spans = set_up_spans(os.environ)
+    lineage.sender()  # now: it takes a while
     server = CacheServer(config, load=spec, on_load_failure=stop.fail)
     line = {
         "event": "listening",
@@ -171,8 +172,7 @@ def serve(
         stop.wait_for(server.leave)
     drained = server.close()
     send_spans()
-    if events is not None:
-        events.flush()
+    lineage.flush()
     if ephemeral and stop.parent_is_gone:
         _remove(config.cache_dir)
     if not drained:

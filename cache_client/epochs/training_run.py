@@ -47,8 +47,8 @@ class TrainingRun:
 
     def end_with(self, dataset: object, shared: SharedCounts) -> None:
         """Ends the run when a dataset is freed, or the process ends."""
-        if not _open:
-            atexit.register(_end_all)
+        atexit.unregister(_end_all)
+        atexit.register(_end_all)
         ends = _open[self._run_id] = weakref.finalize(dataset, self._end, shared)
         ends.atexit = False  # `_end_all` waits for the events, too
 
@@ -119,8 +119,7 @@ def training_run(job: str, rank: int) -> TrainingRun | None:
 def _end_all() -> None:
     for ends in list(_open.values()):
         ends()
-    if (sender := lineage.sender()) is not None:
-        sender.flush()
+    lineage.flush()
 
 
 def _text(error: BaseException) -> str:

@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, Literal
 
 import pyarrow as pa
@@ -30,7 +29,7 @@ State = Literal["START", "RUNNING", "COMPLETE", "FAIL", "ABORT"]
 _PRODUCER = "https://github.com/trainer-data-cache/trainer-data-cache"
 _SETTINGS = ("OPENLINEAGE_URL", "OPENLINEAGE_CONFIG")
 _TRANSPORT = "OPENLINEAGE__TRANSPORT"  # begins the names of further ones
-_FILE = "openlineage.yml"
+_FILES = ("openlineage.yml", "~/.openlineage/openlineage.yml")
 # A remote of git may have a token in its address. The user's settings come before this one.
 _DEFAULTS = {"facets": {"source_code_location": {"disabled": True}}}
 _MOST_WAITING = 1000
@@ -185,13 +184,19 @@ def sender() -> Sender | None:
     return _senders[process]
 
 
+def flush() -> None:
+    """Waits for the events of this process, before it ends."""
+    if (made := _senders.get(os.getpid())) is not None:
+        made.flush()
+
+
 def from_env() -> Sender | None:
     """A sender as the environment and the file of OpenLineage say; None: it is not set up."""
     given = os.environ
     if given.get("OPENLINEAGE_DISABLED", "").strip().lower() == "true" or not (
         any(given.get(name) for name in _SETTINGS)
         or any(name.startswith(_TRANSPORT) for name in given)
-        or any(place.is_file() for place in (Path(_FILE), Path.home() / ".openlineage" / _FILE))
+        or any(os.path.isfile(os.path.expanduser(place)) for place in _FILES)
     ):
         return None
     if find_spec("openlineage") is None:
