@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pyarrow as pa
 import pytest
@@ -13,9 +14,11 @@ from cache_protocol.datasets.dataset_spec import DatasetSpec, TableSpec
 from cache_protocol.errors import LoadError
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.wire import lineage
+from cache_server.coordination.coordinator import Coordinator
 from cache_server.coordination.versions.load_run import LoadRun, named
 from cache_server.plan.pinned_version import PinnedVersion
 from cache_server.shards.version_key import VersionKey
+from tests.fake_nodes import Clock, FakeNode, make_coordinator, settle, spec
 
 SECRET = "not-to-be-seen"
 
@@ -84,3 +87,44 @@ def test_a_run_ends_once_and_tells_no_secret(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_restarted_coordinator_ends_the_run_that_it_began() -> None:
     assert a_run("SELECT a FROM source").run_id == a_run("SELECT a FROM source").run_id
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> Told:
+    found = Told()
+    monkeypatch.setattr(lineage, "sender", lambda: found)
+    return found
+
+
+def test_a_dataset_that_is_dropped_while_it_loads_aborts_its_run(
+    coordinator: Coordinator, source: Path, told: Told
+) -> None:
+    FakeNode(coordinator, "one").beat(load=())
+    coordinator.create(spec(source))
+    coordinator.delete("table")
+    assert [state for state, *_ in told.events] == ["START", "ABORT"]
+
+
+def test_a_run_that_a_coordinator_began_is_ended_by_the_next_one(
+    source: Path, tmp_path: Path, clock: Clock, told: Told
+) -> None:
+    coordinator = make_coordinator(tmp_path, clock)
+    FakeNode(coordinator, "one").beat(load=())
+    coordinator.create(spec(source))
+    again = make_coordinator(tmp_path, clock)
+    settle(FakeNode(again, "one"))
+    assert again.get("table").state == pb.DATASET_STATE_READY
+    assert [state for state, *_ in told.events] == ["START", "COMPLETE"]
+    assert len({run.run_id for _, run, _ in told.events}) == 1
+    again.create(spec(source))  # attaches
+    assert len(told.events) == 2
+
+
+def test_what_is_missing_is_told_as_a_run_that_failed(
+    coordinator: Coordinator, tmp_path: Path, told: Told
+) -> None:
+    with pytest.raises(LoadError) as raised:
+        coordinator.create(DatasetSpec("table", tmp_path / "none.parquet"))
+    (_, started, _), (state, _, error) = told.events
+    assert (state, error) == ("FAIL", str(raised.value))
+    assert started.inputs[0].name == str(tmp_path / "none.parquet")
