@@ -112,13 +112,13 @@ images:  ## build the images and try them out, with docker, podman or buildah; A
 bench: $(WITH)bench $(PEERS_STAMP)  ## measure everything, beside other libraries, and plot it; 40 minutes
 	for name in shuffle load resume mixture; do \
 		$(BIN)/python -m benchmarks.$$name --peers-python $(PEERS)/bin/python || exit 1; done
-	for name in throughput stores size ranks scale views amend tokens wire lakes access writes refresh \
+	for name in throughput stores size ranks scale views amend tokens wire tracing lakes access writes refresh \
 		accelerators coordinator simulation; do \
 		$(BIN)/python -m benchmarks.$$name || exit 1; done
 	$(PEERS)/bin/python benchmarks/plot.py
 
 bench-quick: $(WITH)bench  ## the same on few rows, without other libraries; 4 minutes
-	for name in shuffle load resume mixture throughput stores size ranks scale views amend tokens wire lakes access writes \
+	for name in shuffle load resume mixture throughput stores size ranks scale views amend tokens wire tracing lakes access writes \
 		refresh accelerators coordinator simulation; do \
 		$(BIN)/python -m benchmarks.$$name --quick || exit 1; done
 

@@ -31,6 +31,7 @@ from cache_protocol.errors import (
     exit_code,
     missing_package,
 )
+from cache_protocol.wire import lineage
 from cache_server.auth.kubernetes import SERVICE_ACCOUNT_DIR, Cluster
 from cache_server.config import NodeConfig
 from cache_server.local import LocalCluster, checked_settings, describe_nodes
@@ -148,6 +149,7 @@ def serve(
         raise ConfigError(missing_package(error, "a cache node", "server")) from None
 
     send_spans = set_up_spans(os.environ)
+    lineage.sender()  # now: it takes a while
     server = CacheServer(config, load=spec, on_load_failure=stop.fail)
     line = {
         "event": "listening",
@@ -169,6 +171,7 @@ def serve(
         stop.wait_for(server.leave)
     drained = server.close()
     send_spans()
+    lineage.flush()
     if ephemeral and stop.parent_is_gone:
         _remove(config.cache_dir)
     if not drained:

@@ -40,8 +40,9 @@ class ElectedNodes:
         self, kubeconfigs: Path | Sequence[Path], namespace: str, directory: Path, count: int = 3
     ) -> None:
         self.token = secrets.token_urlsafe(16)
+        self.lease = f"cache-{secrets.token_hex(4)}"
         arguments = [
-            *("--leader-election", f"kubernetes:{namespace}/cache-{secrets.token_hex(4)}"),
+            *("--leader-election", f"kubernetes:{namespace}/{self.lease}"),
             *("--heartbeat-interval-s", "0.2", "--node-timeout-s", "4", "--allow-source", ""),
             *("--advertise", "127.0.0.1"),
         ]

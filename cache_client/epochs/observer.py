@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
@@ -21,6 +21,8 @@ import numpy as np
 from cache_client.epochs.passes import Pass
 from cache_client.epochs.reports import ReaderIdentity, Reporter
 from cache_client.epochs.stats import NodeStats, ReadStats
+from cache_client.epochs.training_run import TrainingRun
+from cache_client.flight.routing import ShardMap
 from cache_client.order.audit_record import AuditRecord
 from cache_client.order.digests import Trail, Words
 from cache_client.reading.counts import (
@@ -102,6 +104,7 @@ class Observer:
         node_ids: of the version.
         shared: with DataLoader workers.
         reporter: sends reports; None: no report is sent.
+        run: tells lineage of the versions, which follow; None: it does not.
 
     Attributes:
         counts: of this process, for its readers.
@@ -113,7 +116,9 @@ class Observer:
         node_ids: tuple[str, ...],
         shared: SharedCounts,
         reporter: Reporter | None,
+        run: tuple[TrainingRun, Sequence[ShardMap]] | None = None,
     ) -> None:
+        self._run = run
         self.counts = ReadCounts(node_ids)
         self._reader = reader
         self._node_ids = (*node_ids, "")
@@ -184,6 +189,8 @@ class Observer:
                 pass_, self._num_passes, pass_.digests.take, None if pass_.in_worker else Trail()
             )
         self._watched.append(watched)
+        if self._run is not None and self._reports(pass_):
+            self._run[0].begin_pass(self._reader, pass_, self._run[1], self._shared)
         return watched
 
     def _tick(self, watched: Watched) -> None:
@@ -207,6 +214,8 @@ class Observer:
         if os.getpid() != self._process or sys.is_finalizing():
             return  # a copy of the iterator, in a fork; or no thread would send a report any more
         self._push(watched.pass_)
+        if self._run is not None and self._reports(watched.pass_):
+            self._run[0].end_pass(end, sys.exception())
         record = self.record(watched.pass_)
         if self._reporter is not None and self._reports(watched.pass_):
             self._reporter.send_last(self.stats(), record, watched.pass_, end)

@@ -62,6 +62,7 @@ class ShardMap:
             subtracts the fixed-size columns that are not read.
         layout: of the columns to read, packed.
         checksums: of the sealed file of each shard.
+        full_name: of the dataset, with its namespace; empty: of a node that does not tell.
         log: of a version that may load: the map has the shards of its groups, ``num_rows`` rows
             together, and its row ids are numbers by shard. None: of a ready version.
     """
@@ -79,6 +80,7 @@ class ShardMap:
     leased_at: float = field(default=0.0, repr=False, compare=False)
     log: GroupLog | None = None
     checksums: tuple[str, ...] = field(default=(), repr=False, compare=False)
+    full_name: str = field(default="", repr=False, compare=False)
     layout: Layout = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

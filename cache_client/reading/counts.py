@@ -24,7 +24,7 @@ _NODES: Final = 8
 NODE_ROWS, NODE_BYTES, NODE_WAIT_NS, NODE_FAILURES = range(4)
 _NODE_CELLS: Final = 4
 
-_BY_LOADER, _VERSION, _HEADER = 0, 1, 8
+_BY_LOADER, _VERSION, _TOLD, _HEADER = 0, 1, 2, 8
 
 
 class ReadCounts:
@@ -116,6 +116,15 @@ class SharedCounts:
     @version.setter
     def version(self, value: int) -> None:
         self._header[_VERSION] = value
+
+    @property
+    def is_told(self) -> bool:
+        """Whether lineage was told that this run began."""
+        return bool(self._header[_TOLD])
+
+    @is_told.setter
+    def is_told(self, value: bool) -> None:
+        self._header[_TOLD] = value
 
     def add(self, worker: int, cells: Cells) -> None:
         """Adds to the counts of a worker."""

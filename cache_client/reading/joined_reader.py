@@ -31,6 +31,7 @@ class JoinedSource:
         null_names = {name for each in sources for name in each.shards.layout.nulls.units}
         self._sources = [source.with_nulls(null_names) for source in sources]
         self.shards = _joined([source.shards for source in self._sources])
+        self.versions = tuple(source.shards for source in self._sources)
         self._process_shards: PerProcess[LocalShards] = PerProcess()
 
     def open_reader(

@@ -31,6 +31,7 @@ from cache_client.epochs.loader_iterators import (
 from cache_client.epochs.observer import Observer
 from cache_client.epochs.passes import Pass, Passes, check_pass, checked_state
 from cache_client.epochs.stats import ReadStats
+from cache_client.epochs.training_run import training_run
 from cache_client.job.parallel_groups import warn_of_model_parallelism
 from cache_client.job.ranks import find_initialised_rank
 from cache_client.order.order import StepPlan
@@ -38,14 +39,14 @@ from cache_client.order.permutation import checked_integer
 from cache_client.order.states import OrderState, WorkerState
 from cache_client.reading.counts import SharedCounts
 from cache_client.reading.per_process import PerProcess
-from cache_client.training.familiar import Familiar, count_of
+from cache_client.training.described import Described
+from cache_client.training.familiar import count_of
 from cache_client.training.first_epoch import LoadingSource
 from cache_client.training.job_config import JobConfig
 from cache_client.training.loader import CacheLoader, make_loader
 from cache_client.training.opened import Opened
 from cache_client.training.skipped_steps import skipped_runs, with_state
 from cache_client.training.windows import first_batches, first_rows, pass_batches
-from cache_client.view_options.options import View
 from cache_client.views.due import due_of
 from cache_client.views.view import SlotView
 from cache_protocol.errors import (
@@ -55,7 +56,7 @@ from cache_protocol.errors import (
 )
 
 
-class RankBatches(Familiar, IterableDataset[Any]):
+class RankBatches(Described, IterableDataset[Any]):
     """The batches of one rank, from epoch 0 on; base of `CacheIterableDataset` and `CacheMixture`.
 
     Args:
@@ -75,69 +76,9 @@ class RankBatches(Familiar, IterableDataset[Any]):
         self._warned_of_groups = False
         self._process_passes: PerProcess[Passes] = PerProcess()
         self._worker_start: Start | None = None  # where a state of this worker stands
+        self._run = training_run(self, self.config.job, self.rank, self._shared_counts)
 
     # -- what is read --------------------------------------------------------------------------
-
-    @property
-    def config(self) -> JobConfig:
-        """What was asked."""
-        return self._config
-
-    @property
-    def opened(self) -> Opened:
-        """What is read now."""
-        return self._opened
-
-    @property
-    def name(self) -> str:
-        """Name of the dataset; of a mixture, those of its sources."""
-        return self._config.name
-
-    @property
-    def endpoint(self) -> str:
-        """Of the node that is asked first."""
-        return self._config.access.endpoint
-
-    @property
-    def batch_size(self) -> int:
-        """Rows of this rank in a full step."""
-        return self._config.batch_size
-
-    @property
-    def rank(self) -> int:
-        """Of this process."""
-        return self._config.rank.rank
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return self._config.rank.world_size
-
-    @property
-    def seed(self) -> int:
-        """Of the order."""
-        return self._config.shuffle.seed
-
-    @property
-    def view(self) -> View:
-        """What is read other than each row once."""
-        return self._config.view
-
-    @property
-    def fingerprint(self) -> str:
-        """Fingerprint of the version and the view; of a mixture, of its sources and their draw."""
-        return self._opened.fingerprint
-
-    @property
-    def schema(self) -> pa.Schema:
-        """Arrow schema of the columns that are read, before they become batches."""
-        return self._opened.layout.logical
-
-    @property
-    def column_names(self) -> list[str]:
-        """The columns of a batch, before ``transform``."""
-        made = self._config.converter(self._opened.layout).names
-        return self._opened.job_view.column_names(made, pad_mask=self._config.pad_mask)
 
     @property
     def num_rows(self) -> int:
@@ -363,6 +304,11 @@ class RankBatches(Familiar, IterableDataset[Any]):
         """
         return self._observer.stats()
 
+    def _sums(self) -> dict[str, int]:
+        if self._loading:
+            return {}
+        return {"num_rows": self.num_rows, "num_bytes": self._opened.shards.num_bytes}
+
     # -- iteration -----------------------------------------------------------------------------
 
     def loader(
@@ -552,6 +498,7 @@ class RankBatches(Familiar, IterableDataset[Any]):
                 self._shared_counts,
                 skipped=self._skips,
                 in_worker=get_worker_info() is not None,
+                run=self._run,
             )
         )
 
@@ -596,4 +543,8 @@ class RankBatches(Familiar, IterableDataset[Any]):
         """An independent dataset with the same position; only copies in workers share it."""
         duplicate = type(self).__new__(type(self))
         duplicate.__dict__.update(self.__getstate__(), _cursor=copy.deepcopy(self._cursor))
+        duplicate._shared_counts.is_told = False
+        duplicate._run = training_run(
+            duplicate, self.config.job, self.rank, duplicate._shared_counts
+        )
         return duplicate

@@ -11,11 +11,13 @@ from typing import Final, Protocol, Self
 
 from cache_client.epochs.observer import Observer
 from cache_client.epochs.reports import ReaderIdentity, Reporter
+from cache_client.epochs.training_run import TrainingRun
 from cache_client.flight.routing import NodeRef, ShardMap
 from cache_client.job.ranks import TrainingProcess, find_process, is_of_one_process
 from cache_client.order.permutation import Int64Array
 from cache_client.order.view_text import view_digest
 from cache_client.reading.counts import ReadCounts, SharedCounts
+from cache_client.reading.joined_reader import JoinedSource
 from cache_client.reading.per_process import PerProcess
 from cache_client.reading.rows import Rows
 from cache_client.reading.shard_maps import wait_for_shard_map
@@ -110,6 +112,12 @@ class Opened:
         return self.source.shards
 
     @property
+    def versions(self) -> tuple[ShardMap, ...]:
+        """Each version that is read."""
+        source = self.source
+        return source.versions if isinstance(source, JoinedSource) else (source.shards,)
+
+    @property
     def loading(self) -> LoadingSource | None:
         """Where the rows come from in the first epoch of a version that may load."""
         return self.source if isinstance(self.source, LoadingSource) else None
@@ -138,6 +146,7 @@ class Opened:
         *,
         skipped: str,
         in_worker: bool,
+        run: TrainingRun | None = None,
     ) -> Observer:
         """What watches the passes of a process.
 
@@ -146,6 +155,7 @@ class Opened:
             counts: of this process and its workers.
             skipped: the steps that the job leaves out, as text.
             in_worker: the process is a DataLoader worker.
+            run: see `Observer`.
         """
         rank = config.rank.rank
         is_shared = not is_of_one_process(config.job)
@@ -177,7 +187,8 @@ class Opened:
             ),
             is_shared=is_shared,
         )
-        return Observer(identity, tuple(node.id for node in nodes), counts, reporter)
+        told = None if run is None else (run, self.versions)
+        return Observer(identity, tuple(node.id for node in nodes), counts, reporter, told)
 
 
 def _say_how_to_name_a_job(world_size: int) -> None:

@@ -21,6 +21,7 @@ from cache_server.coordination.members.membership import Membership
 from cache_server.coordination.versions.file_fates import Event, Fate, Holder, fate_of
 from cache_server.coordination.versions.forecast import LoadRate
 from cache_server.coordination.versions.keeping import Keepings
+from cache_server.coordination.versions.load_run import LoadRun
 from cache_server.coordination.versions.orphans import Orphans
 from cache_server.coordination.versions.states import State, Step
 from cache_server.coordination.versions.version_record import VersionRecord
@@ -82,6 +83,9 @@ class CacheState:
         self.orphans = Orphans(
             self.versions, self.membership, catalogue, lease_s=lease_s, clock=clock
         )
+        for version in self.versions.values():
+            if version.state.is_loading:
+                version.run = self.run_of(version)
 
     def now(self) -> float:
         """Seconds since 1970, as long after the start as the clock says."""
@@ -113,6 +117,11 @@ class CacheState:
             logger.info("dataset forgotten name=%s fingerprint=%s", key.dataset, key.fingerprint)
         if keys:
             self.mark_changed()
+
+    def run_of(self, version: VersionRecord) -> LoadRun:
+        """The load of a version, for lineage."""
+        attempt = self.writes.catalogue_id, version.created, version.attempt
+        return LoadRun.of(version.pinned, version.secrets, version.owner, *attempt)
 
     def holdings(self, version: VersionRecord) -> Holdings:
         """What the nodes hold of a version now."""

@@ -18,6 +18,7 @@ from cache_server.coordination.evictions import Evictions
 from cache_server.coordination.members.placement import place
 from cache_server.coordination.versions.eviction import EvictionPlan
 from cache_server.coordination.versions.forecast import forecast
+from cache_server.coordination.versions.load_run import tell_refused
 from cache_server.coordination.versions.states import State
 from cache_server.coordination.versions.version_record import VersionRecord
 from cache_server.coordination.versions.versions import newest
@@ -83,7 +84,12 @@ class Loads:
         """
         self._sources.check_spec(spec)
         for _ in range(_MOST_PLANS):
-            if (info := self._create(spec, refresh, append, by)) is not None:
+            try:
+                info = self._create(spec, refresh, append, by)
+            except (LoadError, RequestError) as error:
+                tell_refused(spec, error)
+                raise
+            if info is not None:
                 self._claims.write_proven()
                 self._state.notify_listeners()
                 return info
@@ -171,6 +177,8 @@ class Loads:
         self._state.checks.forget(key)
         self._state.versions[key] = made
         made.span = tracing.begin("cache.load", dataset=key.dataset, version=key.fingerprint)
+        made.run = self._state.run_of(made)
+        made.run.begin()
         if replaced is None:  # orphans of the nodes count before any heartbeat is answered
             for node_id, member in self._state.membership.members.items():
                 if key in member.actual and not member.untrusted:

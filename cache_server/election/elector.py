@@ -112,6 +112,10 @@ class Elector(StoppableThread):
         now = self._clock()
         self._seen = self._seen.then(lease, now)
         step = next_step(self._seen, self._me, now)
+        if self._has_won and step is not Step.RENEW:
+            # Another process took it; or an operator deleted it, and may have put back a catalogue.
+            self._give_up()
+            return _SHORTEST_S
         if step is Step.FOLLOW or now < self._waits_until:
             is_held = lease is not None and lease.holder not in ("", self._me)
             self._on_holder(location_of(lease.holder) if is_held and lease is not None else "")

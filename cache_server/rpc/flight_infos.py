@@ -47,7 +47,7 @@ def flight_info(
         stop - start,
         _total_bytes(info, layout, stop - start),
         ordered=True,
-        app_metadata=_read_plan(info),
+        app_metadata=_read_plan(info, viewer),
     )
 
 
@@ -98,17 +98,18 @@ def sealed_info(
         list(_endpoints(sealed, columns, 0, last, viewer, alone=False)),
         sum(shard.rows.stop - shard.rows.start for shard in sealed.shards),
         -1,
-        app_metadata=_read_plan(info, info.log),
+        app_metadata=_read_plan(info, viewer, info.log),
     )
 
 
-def _read_plan(info: pb.DatasetInfo, log: pb.LoadLog | None = None) -> bytes:
+def _read_plan(info: pb.DatasetInfo, viewer: Viewer, log: pb.LoadLog | None = None) -> bytes:
     plan = pb.ReadPlan(
         dataset=info.spec.name,
         fingerprint=info.fingerprint,
         lease_s=info.lease_s,
         log=log,
         protocol=PROTOCOL,
+        full_name=viewer.resolve(info.spec.name),
     )
     return plan.SerializeToString()
 

@@ -31,6 +31,7 @@ from cache_server.coordination.catalogue import (
 )
 from cache_server.coordination.catalogue_store import CatalogueLostError
 from cache_server.coordination.members.ended_nodes import WHOLE_QUERY, EndedNodes
+from cache_server.coordination.versions.load_run import LoadRun
 from cache_server.coordination.versions.states import TRANSITIONS, State, Step
 from cache_server.coordination.versions.writes import ChosenRows, puts_of
 from cache_server.plan.pinned_version import PinnedVersion
@@ -122,6 +123,7 @@ class VersionRecord:
         changes: counted, so that a view of the version tells whether it is outdated.
         log: the groups in which its shards were sealed.
         span: of its load; None: it is not traced.
+        run: its load, for lineage; None: it began before.
         load_s: seconds that its load took; 0: unknown.
         wanted_at: when someone last asked for its load, or it became ready.
         evictions: since the coordinator started; also one before.
@@ -153,6 +155,7 @@ class VersionRecord:
     changes: int = 0
     log: SealedGroups = field(default_factory=lambda: SealedGroups(secrets.token_hex(8)))
     span: Any = field(default=None, compare=False, repr=False)
+    run: LoadRun | None = field(default=None, compare=False, repr=False)
     load_s: float = 0.0
     wanted_at: float | None = None
     evictions: int = 0
@@ -487,8 +490,19 @@ class VersionRecord:
     def advance(self, step: Step) -> None:
         """Takes a step of `TRANSITIONS`."""
         self.state = TRANSITIONS[self.state, step]
-        if not self.state.is_loading:
-            tracing.end(self.span, self.failure)
+        if self.state.is_loading:
+            return
+        tracing.end(self.span, self.failure)
+        if self.run is not None and self.state.has_failed:
+            self.run.fail(self.failure)
+        elif self.run is not None:
+            self.run.complete(self.sealed_sums().num_rows, self.sealed_sums().num_bytes)
+
+    def abort(self) -> None:
+        """Ends the span and the run of its load: the version is forgotten meanwhile."""
+        tracing.end(self.span)
+        if self.run is not None:
+            self.run.abort()
 
     def is_confirmed(self, heard: int, last_heard: Iterable[int]) -> bool:
         """Whether the nodes with its replicas said once more that they have them.

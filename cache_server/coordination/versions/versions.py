@@ -213,6 +213,7 @@ class Versions(dict[VersionKey, VersionRecord]):
         """Forgets a version, and closes its source."""
         if (version := self.pop(key, None)) is not None:
             version.release()
+            version.abort()
 
     def of_put(self, put: VersionKey) -> VersionRecord | None:
         """The version that needs a put, or had it; of several, one that has not been served."""

@@ -886,12 +886,15 @@ class ReadPlan(google.protobuf.message.Message):
     LEASE_S_FIELD_NUMBER: builtins.int
     LOG_FIELD_NUMBER: builtins.int
     PROTOCOL_FIELD_NUMBER: builtins.int
+    FULL_NAME_FIELD_NUMBER: builtins.int
     dataset: builtins.str
     fingerprint: builtins.str
     lease_s: builtins.float
     """how long a replaced version is kept after its last read or plan"""
     protocol: builtins.int
     """that the node speaks; 0: of a release that does not tell"""
+    full_name: builtins.str
+    """of the dataset, with its namespace"""
     @property
     def log(self) -> Global___LoadLog:
         """if known_groups was asked"""
@@ -904,9 +907,10 @@ class ReadPlan(google.protobuf.message.Message):
         lease_s: builtins.float = ...,
         log: Global___LoadLog | None = ...,
         protocol: builtins.int = ...,
+        full_name: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["log", b"log"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["dataset", b"dataset", "fingerprint", b"fingerprint", "lease_s", b"lease_s", "log", b"log", "protocol", b"protocol"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["dataset", b"dataset", "fingerprint", b"fingerprint", "full_name", b"full_name", "lease_s", b"lease_s", "log", b"log", "protocol", b"protocol"]) -> None: ...
 
 Global___ReadPlan: typing_extensions.TypeAlias = ReadPlan
 

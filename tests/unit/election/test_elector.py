@@ -90,6 +90,20 @@ def test_a_leader_that_was_paused_does_not_lead_when_it_wakes(objects: ClusterOb
     assert b.elector.leads()
 
 
+def test_a_leader_whose_lease_is_deleted_begins_again(
+    objects: ClusterObjects, api: ApiServer
+) -> None:
+    """An operator who puts back a catalogue does so: the next leader reads it."""
+    (a,) = candidates(objects, Clock(), "a")
+    a.step()
+    (lease,) = api.store.find("leases", "team")
+    api.store.delete("leases", lease["metadata"]["name"], "team")
+    a.step()
+    assert (a.wins, a.elector.leads()) == ([1, -1], False)
+    a.step()
+    assert (a.wins, a.elector.leads()) == ([1, -1, 1], True)
+
+
 def test_a_leader_that_cannot_reach_the_lease_stops_before_another_one_begins(
     objects: ClusterObjects, api: ApiServer
 ) -> None:

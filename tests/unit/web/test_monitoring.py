@@ -73,6 +73,7 @@ def metrics(status: NodeStatus = STATUS) -> dict[str, list[Any]]:
     return samples
 
 
+OF_TARGETS = {"instance", "namespace"}  # that a PodMonitor adds
 LABELS = {label for samples in metrics().values() for s in samples for label in s.labels}
 
 
@@ -125,7 +126,7 @@ def test_every_expression_has_series_of_one_pod_monitor() -> None:
             for kept in monitors
         ), expression
         grouped = re.findall(r"\b(?:by|on) \(([\w, ]+)\)", expression)
-        assert {*", ".join(grouped).split(", ")} - {""} <= LABELS | {"instance"}
+        assert {*", ".join(grouped).split(", ")} - {""} <= LABELS | OF_TARGETS
     assert len(expressions()) >= 16
 
 
@@ -148,7 +149,7 @@ def test_every_label_of_a_text_exists() -> None:
     texts = "".join((MONITORING / name).read_text() for name in ("alerts.yaml", "dashboard.json"))
     labels = set(re.findall(r"\{\{ ?(?:\$labels\.)?(\w+) ?\}\}", texts))
 
-    assert labels <= LABELS | {"instance"}
+    assert labels <= LABELS | OF_TARGETS
 
 
 def test_a_running_job_has_metrics_and_one_that_is_over_has_none() -> None:
