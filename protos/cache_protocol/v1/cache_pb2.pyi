@@ -680,6 +680,7 @@ class Node(google.protobuf.message.Message):
     DRAIN_FIELD_NUMBER: builtins.int
     LEAVING_FIELD_NUMBER: builtins.int
     PROTOCOL_FIELD_NUMBER: builtins.int
+    ZONE_FIELD_NUMBER: builtins.int
     id: builtins.str
     flight_location: builtins.str
     """grpc://host:port"""
@@ -703,6 +704,8 @@ class Node(google.protobuf.message.Message):
     """set by a node that ends soon: its shards are moved away"""
     protocol: builtins.int
     """that the node speaks; 0: of a release that does not tell"""
+    zone: builtins.str
+    """a failure domain, such as a zone of a cloud; empty: unknown"""
     @property
     def drain(self) -> Global___Drain:
         """set by the coordinator while it moves the shards of the node away"""
@@ -725,9 +728,10 @@ class Node(google.protobuf.message.Message):
         drain: Global___Drain | None = ...,
         leaving: builtins.bool = ...,
         protocol: builtins.int = ...,
+        zone: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["drain", b"drain"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["alive", b"alive", "cache_dir", b"cache_dir", "control_location", b"control_location", "drain", b"drain", "flight_location", b"flight_location", "id", b"id", "leaving", b"leaving", "memory_limit_bytes", b"memory_limit_bytes", "name", b"name", "process", b"process", "protocol", b"protocol", "stored_bytes", b"stored_bytes", "stored_shards", b"stored_shards", "untrusted", b"untrusted", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["alive", b"alive", "cache_dir", b"cache_dir", "control_location", b"control_location", "drain", b"drain", "flight_location", b"flight_location", "id", b"id", "leaving", b"leaving", "memory_limit_bytes", b"memory_limit_bytes", "name", b"name", "process", b"process", "protocol", b"protocol", "stored_bytes", b"stored_bytes", "stored_shards", b"stored_shards", "untrusted", b"untrusted", "version", b"version", "zone", b"zone"]) -> None: ...
 
 Global___Node: typing_extensions.TypeAlias = Node
 
@@ -846,11 +850,28 @@ class ReadPlan(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    @typing.final
+    class ZonesEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.str
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.str = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
     DATASET_FIELD_NUMBER: builtins.int
     FINGERPRINT_FIELD_NUMBER: builtins.int
     LEASE_S_FIELD_NUMBER: builtins.int
     LOG_FIELD_NUMBER: builtins.int
     PROTOCOL_FIELD_NUMBER: builtins.int
+    ZONES_FIELD_NUMBER: builtins.int
     dataset: builtins.str
     fingerprint: builtins.str
     lease_s: builtins.float
@@ -861,6 +882,10 @@ class ReadPlan(google.protobuf.message.Message):
     def log(self) -> Global___LoadLog:
         """if known_groups was asked"""
 
+    @property
+    def zones(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
+        """node id -> zone, of nodes that have one"""
+
     def __init__(
         self,
         *,
@@ -869,9 +894,10 @@ class ReadPlan(google.protobuf.message.Message):
         lease_s: builtins.float = ...,
         log: Global___LoadLog | None = ...,
         protocol: builtins.int = ...,
+        zones: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["log", b"log"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["dataset", b"dataset", "fingerprint", b"fingerprint", "lease_s", b"lease_s", "log", b"log", "protocol", b"protocol"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["dataset", b"dataset", "fingerprint", b"fingerprint", "lease_s", b"lease_s", "log", b"log", "protocol", b"protocol", "zones", b"zones"]) -> None: ...
 
 Global___ReadPlan: typing_extensions.TypeAlias = ReadPlan
 
