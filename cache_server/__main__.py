@@ -32,6 +32,7 @@ from cache_protocol.errors import (
     missing_package,
 )
 from cache_protocol.storage.memory_budget import may_keep_freed_memory
+from cache_protocol.wire import zones
 from cache_server.auth.kubernetes import SERVICE_ACCOUNT_DIR, Cluster
 from cache_server.config import NodeConfig
 from cache_server.local import LocalCluster, checked_settings, describe_nodes
@@ -119,6 +120,7 @@ def serve(
                 # What a job asks of its own cache, its own pods may read.
                 "allow_source": [""] if load_from_env else None,
                 "cluster": Cluster.from_env(os.environ, service_account_dir),
+                "zone": os.environ.get(zones.VARIABLE) or None,
                 **(_token_from_env() if token_from_env and not settings["token_file"] else {}),
                 **given(settings),
             }

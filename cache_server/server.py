@@ -88,7 +88,7 @@ class CacheServer:
         on_load_failure: Callable[[CacheError], None] = lambda error: None,
     ) -> None:
         self._config = config
-        self._traffic = Traffic()
+        self._traffic = Traffic(config.zone or "")
         self._credentials = config.credentials
         self._authenticator = _authenticator(config, self._credentials)
         self._load: EnvironmentLoad | None = None
@@ -203,6 +203,7 @@ class CacheServer:
             version=version("trainer-data-cache"),
             name=socket.gethostname(),
             protocol=PROTOCOL,
+            zone=self._config.zone or "",
         )
 
     def _serve(self, own: Coordinating | None) -> None:

@@ -4,6 +4,7 @@
 .catalogue/*.json.damaged                  one that cannot be read; set aside
 .catalogue/<dataset>@<fingerprint>.log     the groups in which its shards were sealed
 .members.json                              the nodes that ever joined
+.zones.json                                the zones of those that have one
 .proven-members.json                       those that hold a shard for certain
 .drains.json                               those that are drained
 .dropped.json                              dropped versions, with their attempts
@@ -50,6 +51,7 @@ logger = logging.getLogger(__name__)
 _ENTRIES = ".catalogue"
 _MEMBERS, _PROVEN, _KEEPINGS = ".members.json", ".proven-members.json", ".keepings.json"
 _DRAINS, _DROPPED, _ID = ".drains.json", ".dropped.json", ".catalogue-id.json"
+_ZONES = ".zones.json"  # apart from the members: earlier releases read those as a list of names
 _FORMAT = 7  # of an entry; raise it with every addition
 _FORMAT_MEMBER = re.compile(rb'"format":\s*(\d+)')
 _T = TypeVar("_T")
@@ -445,6 +447,25 @@ class Catalogue:
         The nodes join again, but shards may move in the meantime.
         """
         return self._read_names(_MEMBERS, "members")
+
+    def write_zones(self, zones: Mapping[str, str]) -> None:
+        """Writes the zones of nodes that have one.
+
+        Raises:
+            OSError: as `write`.
+        """
+        self._write_value(_ZONES, "zones", dict(sorted(zones.items())))
+
+    def read_zones(self) -> dict[str, str]:
+        """The zones; empty if the file cannot be read.
+
+        The nodes tell them again, but replicas may move in the meantime.
+        """
+
+        def decode(zones: Any) -> dict[str, str]:
+            return {str(n): checked_names.zone(zone) for n, zone in zones.items()}
+
+        return self._read_value(_ZONES, "zones", decode, {})
 
     def write_proven(self, node_ids: Iterable[str]) -> None:
         """Writes the ids of the nodes that hold a shard for certain.

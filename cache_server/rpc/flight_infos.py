@@ -109,6 +109,7 @@ def _read_plan(info: pb.DatasetInfo, log: pb.LoadLog | None = None) -> bytes:
         lease_s=info.lease_s,
         log=log,
         protocol=PROTOCOL,
+        zones={node.id: node.zone for node in info.nodes if node.zone},
     )
     return plan.SerializeToString()
 

@@ -21,6 +21,7 @@ from cache_server.coordination.members.placement import (
     bytes_by_node,
     desired_shards,
     shards_by_node,
+    spread,
 )
 from cache_server.coordination.versions.version_record import VersionRecord
 from cache_server.plan.pinned_version import split_to_proto
@@ -318,7 +319,7 @@ class Holdings:
                 # Until it is served, rows stay on the node that they were put on.
                 keep = self._cluster.takers if self.version.state.was_served else self._alive
                 placement = tuple(
-                    _where_held(homes, self._rows_on(index) & keep)
+                    _where_held(homes, self._rows_on(index) & keep, self._cluster.zones)
                     for index, homes in enumerate(placement)
                 )
             self._placements[num_shards] = placement
@@ -576,8 +577,14 @@ class Holdings:
         )
 
 
-def _where_held(homes: tuple[str, ...], held: Set[str]) -> tuple[str, ...]:
-    """As many nodes as ``homes``, those that hold the shard first: written rows move to no home."""
-    first = [node_id for node_id in homes if node_id in held]
-    first += sorted(held - set(homes))
-    return tuple((first + [node_id for node_id in homes if node_id not in held])[: len(homes)])
+def _where_held(
+    homes: tuple[str, ...], held: Set[str], zones: Mapping[str, str]
+) -> tuple[str, ...]:
+    """As many nodes as ``homes``, those that hold the shard first: written rows move to no home.
+
+    A home in another zone comes before one more holder in the same zone.
+    """
+    nodes = [node_id for node_id in homes if node_id in held]
+    nodes += sorted(held - set(homes))
+    nodes += [node_id for node_id in homes if node_id not in held]
+    return spread(nodes[:1], nodes[1:], len(homes), zones)

@@ -105,12 +105,15 @@ class Membership:
         self._timeout_s = timeout_s
         self._clock = clock
         self.waiting_since: Callable[[], float] = lambda: math.inf
+        zones = catalogue.read_zones()
         self._members = {  # in the order of their last reports
-            node_id: Member(pb.Node(id=node_id), clock()) for node_id in catalogue.read_members()
+            node_id: Member(pb.Node(id=node_id, zone=zones.get(node_id, "")), clock())
+            for node_id in catalogue.read_members()
         }
         self.heard = 0
         self._unwritten = False
         self._names: tuple[str, ...] | None = None
+        self._zones: dict[str, str] | None = None
         self._back_at = -math.inf  # the last return of a lost node
         self._alive: frozenset[str] = frozenset()
         self._alive_until = -math.inf
@@ -125,6 +128,13 @@ class Membership:
         if self._names is None:
             self._names = tuple(sorted(self._members))
         return self._names
+
+    def zones(self) -> Mapping[str, str]:
+        """The zones of members that have one; the same object until one has another."""
+        if self._zones is None:
+            members = sorted(self._members.items())
+            self._zones = {node_id: m.node.zone for node_id, m in members if m.node.zone}
+        return self._zones
 
     def alive(self) -> frozenset[str]:
         """The ids of the members that answer and are trusted; the same object until they change."""
@@ -296,6 +306,8 @@ class Membership:
             logger.info("members id=%s joined=%s gone=%s", node_id, joined, gone)
             self._names = None
             self._unwritten = member.has_news = member.is_placed_anew = True
+        if joined or gone or known is None or known.node.zone != member.node.zone:
+            self._zones, self._unwritten = None, True
         if self._unwritten:
             self._write()
         return member
@@ -311,7 +323,7 @@ class Membership:
             )
         logger.info("member gives its place id=%s to=%s", longest_silent, node_id)
         del self._members[longest_silent]
-        self._names = None
+        self._names = self._zones = None
 
     def _require_place_of_host(self, node_id: str, host: str) -> None:
         others = (m for m in self._members.values() if self._answers(m) and m.node.id != node_id)
@@ -349,6 +361,7 @@ class Membership:
 
     def _write(self) -> None:
         try:
+            self._catalogue.write_zones(self.zones())
             self._catalogue.write_members(self._members)
             self._unwritten = False
         except OSError as error:  # matters only after a restart; tried again at each heartbeat
@@ -368,6 +381,7 @@ def _checked_keys(request: pb.HeartbeatRequest) -> list[VersionKey]:
         )
     node = request.node
     checked_names.token(node.id, "node id")
+    checked_names.zone(node.zone)
     if node.flight_location:
         checked_names.location(node.flight_location)
     if node.control_location:

@@ -5,8 +5,8 @@ and Zadimoghaddam, 2018). Each member gets a score for each shard. The `replicas
 best scores that still have room in their even share hold it. The result depends on names only: a
 restarted coordinator reaches the same answer, and a lost node moves only its own shards.
 
-The replicas of a shard are spread over the zones: first it gets zones, by the best node of each, and
-then nodes in these. A node without a zone is one of its own, so without zones only nodes count.
+The replicas of a shard are spread over the zones: first it gets zones, by the best node of each,
+and then nodes in these. A node without a zone is one of its own.
 
 Shards that an earlier version also has stay on its nodes, as far as their even share allows.
 """
@@ -60,7 +60,9 @@ def place(
     nodes = tuple(sorted(set(members)))
     living = frozenset(nodes if alive is None else alive)
     where = _zones_of(nodes, replicas, zones)
-    return _place(fingerprint, num_shards, nodes, where, replicas, living, tuple(map(tuple, wanted)))
+    return _place(
+        fingerprint, num_shards, nodes, where, replicas, living, tuple(map(tuple, wanted))
+    )
 
 
 def _zones_of(nodes: tuple[str, ...], replicas: int, zones: Mapping[str, str]) -> tuple[str, ...]:

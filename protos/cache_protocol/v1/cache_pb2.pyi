@@ -1271,6 +1271,22 @@ class LoadForecast(google.protobuf.message.Message):
         ) -> None: ...
         def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
 
+    @typing.final
+    class ZonesEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.int
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.int = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
     SPEC_FIELD_NUMBER: builtins.int
     FINGERPRINT_FIELD_NUMBER: builtins.int
     SCHEMA_FIELD_NUMBER: builtins.int
@@ -1296,6 +1312,7 @@ class LoadForecast(google.protobuf.message.Message):
     EVICTS_FIELD_NUMBER: builtins.int
     EVICTS_DATASETS_FIELD_NUMBER: builtins.int
     EVICTS_BYTES_FIELD_NUMBER: builtins.int
+    ZONES_FIELD_NUMBER: builtins.int
     fingerprint: builtins.str
     schema: builtins.bytes
     """of the logical columns"""
@@ -1352,6 +1369,10 @@ class LoadForecast(google.protobuf.message.Message):
     def evicts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """datasets that it would evict, of those that the caller sees"""
 
+    @property
+    def zones(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
+        """zone, or a node without one -> nodes; empty: no node has one"""
+
     def __init__(
         self,
         *,
@@ -1380,9 +1401,10 @@ class LoadForecast(google.protobuf.message.Message):
         evicts: collections.abc.Iterable[builtins.str] | None = ...,
         evicts_datasets: builtins.int = ...,
         evicts_bytes: builtins.int = ...,
+        zones: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_load_s", b"_load_s", "_num_rows", b"_num_rows", "load_s", b"load_s", "num_rows", b"num_rows", "spec", b"spec"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_load_s", b"_load_s", "_num_rows", b"_num_rows", "evicts", b"evicts", "evicts_bytes", b"evicts_bytes", "evicts_datasets", b"evicts_datasets", "fingerprint", b"fingerprint", "guessed_columns", b"guessed_columns", "largest_shard_bytes", b"largest_shard_bytes", "load_memory_bytes", b"load_memory_bytes", "load_s", b"load_s", "makes_rows", b"makes_rows", "memory_limit_bytes", b"memory_limit_bytes", "node_bytes", b"node_bytes", "nodes_needed", b"nodes_needed", "nulls", b"nulls", "num_bytes", b"num_bytes", "num_rows", b"num_rows", "num_shards", b"num_shards", "ordered", b"ordered", "refusal", b"refusal", "rows_exact", b"rows_exact", "schema", b"schema", "shards_reused", b"shards_reused", "spec", b"spec", "tables", b"tables", "whole", b"whole", "why", b"why"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_load_s", b"_load_s", "_num_rows", b"_num_rows", "evicts", b"evicts", "evicts_bytes", b"evicts_bytes", "evicts_datasets", b"evicts_datasets", "fingerprint", b"fingerprint", "guessed_columns", b"guessed_columns", "largest_shard_bytes", b"largest_shard_bytes", "load_memory_bytes", b"load_memory_bytes", "load_s", b"load_s", "makes_rows", b"makes_rows", "memory_limit_bytes", b"memory_limit_bytes", "node_bytes", b"node_bytes", "nodes_needed", b"nodes_needed", "nulls", b"nulls", "num_bytes", b"num_bytes", "num_rows", b"num_rows", "num_shards", b"num_shards", "ordered", b"ordered", "refusal", b"refusal", "rows_exact", b"rows_exact", "schema", b"schema", "shards_reused", b"shards_reused", "spec", b"spec", "tables", b"tables", "whole", b"whole", "why", b"why", "zones", b"zones"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_load_s", b"_load_s"]) -> typing.Literal["load_s"] | None: ...
     @typing.overload

@@ -140,9 +140,7 @@ def test_no_node_gets_more_than_the_smallest_share_that_spreads_over_zones(
         few = {zone: num_shards * min(most - 1, size) for zone, size in sizes.items()}
         if any(share * size < few[zone] for zone, size in sizes.items()):
             return False
-        held = (
-            min(share * size, num_shards * min(most, size)) for zone, size in sizes.items()
-        )
+        held = (min(share * size, num_shards * min(most, size)) for zone, size in sizes.items())
         return sum(held) >= num_shards * copies
 
     share = next(share for share in range(num_shards + 1) if holds(share))
