@@ -463,7 +463,7 @@ class Catalogue:
         """
 
         def decode(zones: Any) -> dict[str, str]:
-            return {str(n): checked_names.zone(zone) for n, zone in zones.items()}
+            return {str(n): str(zone) for n, zone in zones.items()}
 
         return self._read_value(_ZONES, "zones", decode, {})
 

@@ -10,8 +10,10 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from cache_client import CacheClient, CacheIterableDataset, Connection, DatasetSpec
+from cache_client.__main__ import app
 from cache_server.local import LocalNode
 from tests.conftest import numbered_table, write_numbered
 from tests.waiting import wait_until
@@ -44,11 +46,14 @@ def sent(nodes: list[LocalNode]) -> Counter[tuple[str, str]]:
     """Bytes from zone to zone, of all nodes that run."""
     found: Counter[tuple[str, str]] = Counter()
     for node in nodes:
-        with suppress(OSError):  # it was killed
-            with urllib.request.urlopen(f"{node.page}metrics") as answer:
-                for ways in _WAY.findall(answer.read().decode()):
-                    found[ways[0], ways[1]] += int(float(ways[2]))
+        with suppress(OSError), urllib.request.urlopen(f"{node.page}metrics") as answer:
+            for from_zone, to_zone, num_bytes in _WAY.findall(answer.read().decode()):
+                found[from_zone, to_zone] += int(float(num_bytes))
     return found
+
+
+def cachectl(nodes: list[LocalNode], *arguments: str) -> str:
+    return CliRunner().invoke(app, [*arguments, "--endpoint", nodes[0].endpoint]).output
 
 
 def zones_of_shards(client: CacheClient, name: str) -> set[tuple[str, ...]]:
@@ -82,6 +87,10 @@ def test_readers_stay_in_their_zone_leave_it_when_it_fails_and_come_back(
         return added["a", "b"] == 0 < added["b", "b"]
 
     assert stays()
+    shown = {name: cachectl(nodes, *name.split()) for name in ("nodes", "describe table", "doctor")}
+    assert re.search(r"zone .*\b[ab] ", shown["nodes"], re.DOTALL)
+    assert f"{FILES} in a, {FILES} in b\n" in shown["describe table"]
+    assert "nodes in a, b; this process in b" in shown["doctor"]
     for node in nodes[2:]:
         node.kill()
     assert epoch()["a", "b"] > 0
