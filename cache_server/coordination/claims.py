@@ -56,7 +56,7 @@ class Claims:
             node = member.node
             self._state.checks.meet(Holder(node.id, member.reporter or "", node.flight_location))
             for key in member.changed & self._state.versions.keys():
-                self._state.mark_changed(key)
+                self._state.mark_changed(key, node.id)
                 self.apply(self._state.versions[key], node.id, believed=believed)
 
     def apply_waiting(self, node_id: str) -> None:
@@ -81,7 +81,7 @@ class Claims:
         while again:
             each = again.pop()
             again |= self._apply_report(version, each, believed=believed and each == node_id)
-        self._state.mark_changed(version.pinned.key)
+            self._state.mark_changed(version.pinned.key, each)
 
     def _apply_report(self, version: VersionRecord, node_id: str, *, believed: bool) -> Set[str]:
         """Takes what a node says of a version; returns the nodes that waited for this."""
@@ -180,7 +180,7 @@ class Claims:
             elif outcome is not Outcome.MATCHES or counted != (
                 node_id in self._state.checks.holders(key).get(index, ())
             ):
-                self._state.mark_changed(key)
+                self._state.mark_changed(key, node_id)
             self._state.settle()
             must_write = self.has_unwritten()
         if must_write:

@@ -25,6 +25,7 @@ MAX_HEARTBEAT_BYTES = 32 * 1024 * 1024  # about 300,000 shards
 _SETTLE_S = 60.0  # longer than a node takes to restart
 _HEARTBEATS_PER_S = 200  # of all nodes: about a tenth of a core
 _HEARTBEATS_PER_TIMEOUT = 2.5
+_SUSPECT_TIMEOUTS = 0.5  # longer than between two heartbeats
 _FORGET_TIMEOUTS = 60  # a member that is silent for this many node timeouts is removed
 
 
@@ -98,6 +99,8 @@ class Membership:
         heard: how many heartbeats were taken.
         waiting_since: when the oldest report came that waits to be taken; infinite if none waits.
             The time since then counts for no node as silence: its report may be behind that one.
+        unread_at: when the last report came that was never read: its sender gave up waiting. It
+            may be of any node, so no node that answered then was silent before.
     """
 
     def __init__(self, catalogue: Catalogue, timeout_s: float, clock: Callable[[], float]) -> None:
@@ -105,6 +108,8 @@ class Membership:
         self._timeout_s = timeout_s
         self._clock = clock
         self.waiting_since: Callable[[], float] = lambda: math.inf
+        self.unread_at: Callable[[], float] = lambda: -math.inf
+        self._unread_at = -math.inf
         zones = catalogue.read_zones()
         self._members = {  # in the order of their last reports
             node_id: Member(pb.Node(id=node_id, zone=zones.get(node_id, "")), clock())
@@ -138,6 +143,7 @@ class Membership:
 
     def alive(self) -> frozenset[str]:
         """The ids of the members that answer and are trusted; the same object until they change."""
+        self._take_unread()
         if self._heard_until() > self._alive_until:
             seen = {
                 node_id: member.last_seen
@@ -152,10 +158,17 @@ class Membership:
     def interval_s(self, wanted_s: float) -> float:
         """The time between two heartbeats of a node, longer with many nodes.
 
-        A node that misses one heartbeat is not lost.
+        A node that misses one heartbeat is not lost. While one is about to be lost, the others come
+        more often, so that they soon hear of its shards.
         """
         longest_s = self._timeout_s / _HEARTBEATS_PER_TIMEOUT
+        if self._is_one_about_to_be_lost():
+            longest_s /= 2
         return max(wanted_s, min(longest_s, len(self._members) / _HEARTBEATS_PER_S))
+
+    def _is_one_about_to_be_lost(self) -> bool:
+        silent = self._silent_for(_SUSPECT_TIMEOUTS * self._timeout_s)
+        return any(self._answers(self._members[node_id]) for node_id in silent)
 
     def distrust(self, node_id: str, reason: str) -> None:
         """Ignores the reports of a node until its process changes."""
@@ -168,6 +181,14 @@ class Membership:
     def _heard_until(self) -> float:
         """The moment until which all reports that came were taken."""
         return min(self._clock(), self.waiting_since())
+
+    def _take_unread(self) -> None:
+        if (came_at := self.unread_at()) <= self._unread_at:
+            return
+        self._unread_at = came_at
+        for node_id in self._alive & self._members.keys():
+            member = self._members[node_id]
+            member.last_seen = max(member.last_seen, came_at)
 
     def _answers(self, member: Member) -> bool:
         return member.last_seen >= self._heard_until() - self._timeout_s
