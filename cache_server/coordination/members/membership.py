@@ -266,8 +266,10 @@ class Membership:
             PermissionDeniedError: another principal reported for this id.
         """
         node_id = request.node.id
-        keys = _checked_keys(request)
         known = self._members.get(node_id)
+        if known is None or known.node != request.node:
+            _check_node(request.node)
+        keys = _checked_keys(request)
         if (
             known is not None
             and not is_own
@@ -390,7 +392,7 @@ class Membership:
 
 
 def _checked_keys(request: pb.HeartbeatRequest) -> list[VersionKey]:
-    """The versions of a report, after a check of its names and its size.
+    """The versions of a report, after a check of their names and its size.
 
     Raises:
         InvalidTicketError: quotes the bad value.
@@ -400,7 +402,17 @@ def _checked_keys(request: pb.HeartbeatRequest) -> list[VersionKey]:
         raise InvalidTicketError(
             f"a heartbeat has at most {MAX_HEARTBEAT_BYTES} bytes, got {num_bytes}"
         )
-    node = request.node
+    return [
+        checked_names.version_key(actual.dataset, actual.fingerprint) for actual in request.datasets
+    ]
+
+
+def _check_node(node: pb.Node) -> None:
+    """Checks what a node says of itself.
+
+    Raises:
+        InvalidTicketError: quotes the bad value.
+    """
     checked_names.token(node.id, "node id")
     checked_names.zone(node.zone)
     if node.flight_location:
@@ -409,9 +421,6 @@ def _checked_keys(request: pb.HeartbeatRequest) -> list[VersionKey]:
         checked_names.address(node.control_location)
     if node.cache_dir and not PurePath(node.cache_dir).is_absolute():
         raise InvalidTicketError(f"not an absolute cache_dir: {node.cache_dir[:200]!r}")
-    return [
-        checked_names.version_key(actual.dataset, actual.fingerprint) for actual in request.datasets
-    ]
 
 
 def _check_shards(request: pb.HeartbeatRequest) -> None:
