@@ -6,7 +6,7 @@ best scores that still have room in their even share hold it. The result depends
 restarted coordinator reaches the same answer, and a lost node moves only its own shards.
 
 The replicas of a shard are spread over the zones: first it gets zones, by the best node of each,
-and then nodes in these. A node without a zone is one of its own.
+and then nodes in these. A node without a zone counts as a separate zone.
 
 Shards that an earlier version also has stay on its nodes, as far as their even share allows.
 """
