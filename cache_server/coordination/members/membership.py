@@ -119,6 +119,7 @@ class Membership:
         self._unwritten = False
         self._names: tuple[str, ...] | None = None
         self._zones: dict[str, str] | None = None
+        self._written_zones: Mapping[str, str] = zones
         self._back_at = -math.inf  # the last return of a lost node
         self._alive: frozenset[str] = frozenset()
         self._alive_until = -math.inf
@@ -384,7 +385,9 @@ class Membership:
 
     def _write(self) -> None:
         try:
-            self._catalogue.write_zones(self.zones())
+            if self.zones() != self._written_zones:
+                self._catalogue.write_zones(self.zones())
+                self._written_zones = self.zones()
             self._catalogue.write_members(self._members)
             self._unwritten = False
         except OSError as error:  # matters only after a restart; tried again at each heartbeat
