@@ -434,11 +434,7 @@ class Catalogue:
             return empty
 
     def write_members(self, node_ids: Iterable[str]) -> None:
-        """Writes the ids of the nodes.
-
-        Raises:
-            OSError: as `write`.
-        """
+        """Writes the ids of the nodes; raises OSError as `write`."""
         self._write_value(_MEMBERS, "members", sorted(node_ids))
 
     def read_members(self) -> list[str]:
@@ -449,18 +445,11 @@ class Catalogue:
         return self._read_names(_MEMBERS, "members")
 
     def write_zones(self, zones: Mapping[str, str]) -> None:
-        """Writes the zones of nodes that have one.
-
-        Raises:
-            OSError: as `write`.
-        """
+        """Writes the zones of nodes that have one; raises OSError as `write`."""
         self._write_value(_ZONES, "zones", dict(sorted(zones.items())))
 
     def read_zones(self) -> dict[str, str]:
-        """The zones; empty if the file cannot be read.
-
-        The nodes tell them again, but replicas may move in the meantime.
-        """
+        """The zones; empty if the file cannot be read: replicas may move until nodes tell them."""
 
         def decode(zones: Any) -> dict[str, str]:
             return {str(n): str(zone) for n, zone in zones.items()}
@@ -468,11 +457,7 @@ class Catalogue:
         return self._read_value(_ZONES, "zones", decode, {})
 
     def write_proven(self, node_ids: Iterable[str]) -> None:
-        """Writes the ids of the nodes that hold a shard for certain.
-
-        Raises:
-            OSError: as `write`.
-        """
+        """Writes the ids of nodes that hold a shard for certain; raises OSError as `write`."""
         self._write_value(_PROVEN, "proven", sorted(node_ids))
 
     def read_proven(self) -> list[str]:
@@ -480,11 +465,7 @@ class Catalogue:
         return self._read_names(_PROVEN, "proven")
 
     def write_drains(self, drains: Mapping[str, tuple[str, Moves]]) -> None:
-        """Writes the drained nodes, each with its process and the homes of moved shards.
-
-        Raises:
-            OSError: as `write`.
-        """
+        """Writes the drained nodes, each with its process and moves; raises OSError as `write`."""
         rows = [
             [node_id, process, _moves_to_json(moves)]
             for node_id, (process, moves) in drains.items()
@@ -500,11 +481,7 @@ class Catalogue:
         return self._read_value(_DRAINS, "drains", decode, {})
 
     def write_dropped(self, attempts: Mapping[VersionKey, int]) -> None:
-        """Writes the dropped versions, with the last attempt of each, in this order.
-
-        Raises:
-            OSError: as `write`.
-        """
+        """Writes dropped versions and their last attempts, in order; raises OSError as `write`."""
         rows = [[key.dataset, key.fingerprint, attempt] for key, attempt in attempts.items()]
         self._write_value(_DROPPED, "dropped", rows)
 
@@ -523,11 +500,7 @@ class Catalogue:
         return self._read_value(_DROPPED, "dropped", decode, {})
 
     def write_keepings(self, keepings: Mapping[str, Kept]) -> None:
-        """Writes pins, priorities and reads, by dataset.
-
-        Raises:
-            OSError: as `write`.
-        """
+        """Writes pins, priorities and reads, by dataset; raises OSError as `write`."""
         rows = [[name, *values] for name, values in keepings.items()]
         self._write_value(_KEEPINGS, "keepings", rows)
 

@@ -22,7 +22,7 @@ from cache_server.coordination.members.placement import (
     bytes_by_node,
     desired_shards,
     shards_by_node,
-    spread,
+    where_held,
 )
 from cache_server.coordination.versions.version_record import VersionRecord
 from cache_server.plan.pinned_version import split_to_proto
@@ -329,7 +329,7 @@ class Holdings:
                 # Until it is served, rows stay on the node that they were put on.
                 keep = self._cluster.takers if self.version.state.was_served else self._alive
                 placement = tuple(
-                    _where_held(homes, self._rows_on(index) & keep, self._cluster.zones)
+                    where_held(homes, self._rows_on(index) & keep, self._cluster.zones)
                     for index, homes in enumerate(placement)
                 )
             self._placements[num_shards] = placement
@@ -366,21 +366,12 @@ class Holdings:
         return self._desired[node_id]
 
     def _basis_if_settled(self, node_id: str) -> object:
-        """What `desired` follows from alone, for a node that holds exactly what it should.
-
-        If other nodes are lost or report, what such a node should hold is not looked at again.
-
-        Returns:
-            None: more matters.
-        """
+        """What `desired` alone follows from, if a node holds exactly what it should; else None."""
         starts, report = self.version.row_starts(), self._holders.reports.get(node_id)
         if starts is None or report is None or self._pinned.shards is None:
             return None
         assigned = self._assigned(node_id)
-        held = report.holding
-        if report.has_trouble or not len(held) == len(report.actual.shards) == len(assigned):
-            return None
-        return (report, assigned, starts, self._pinned) if set(held) == set(assigned) else None
+        return (report, assigned, starts, self._pinned) if report.has_only(assigned) else None
 
     def loads(self, node_id: str) -> frozenset[int | None]:
         """The loads from the source that `desired` asks of a node."""
@@ -606,16 +597,3 @@ class Holdings:
             shards_reused=len(version.reused),
             files_read=files,
         )
-
-
-def _where_held(
-    homes: tuple[str, ...], held: Set[str], zones: Mapping[str, str]
-) -> tuple[str, ...]:
-    """As many nodes as ``homes``, those that hold the shard first: written rows move to no home.
-
-    A home in another zone comes before one more holder in the same zone.
-    """
-    nodes = [node_id for node_id in homes if node_id in held]
-    nodes += sorted(held - set(homes))
-    nodes += [node_id for node_id in homes if node_id not in held]
-    return spread(nodes[:1], nodes[1:], len(homes), zones)

@@ -6,7 +6,7 @@ So an update costs as much as the reports that changed, not as much as the versi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -38,6 +38,11 @@ class NodeReport:
     unrecorded: list[int] = field(default_factory=list)
     loading: dict[int, int] = field(default_factory=dict)
     has_trouble: bool = False
+
+    def has_only(self, shards: Sequence[int]) -> bool:
+        """Whether the node holds these shards for certain, and says nothing of others."""
+        is_all = len(self.holding) == len(self.actual.shards) == len(shards)
+        return is_all and not self.has_trouble and set(self.holding) == set(shards)
 
 
 class ShardHolders:

@@ -136,6 +136,17 @@ def spread(
     return tuple(chosen)
 
 
+def where_held(homes: tuple[str, ...], held: Set[str], zones: Mapping[str, str]) -> tuple[str, ...]:
+    """As many nodes as ``homes``, those that hold the shard first: written rows move to no home.
+
+    A home in another zone comes before one more holder in the same zone.
+    """
+    nodes = [node_id for node_id in homes if node_id in held]
+    nodes += sorted(held - set(homes))
+    nodes += [node_id for node_id in homes if node_id not in held]
+    return spread(nodes[:1], nodes[1:], len(homes), zones)
+
+
 @lru_cache(maxsize=16)
 def _homes(
     fingerprint: str,
