@@ -372,6 +372,14 @@ class Clock:
         return int(self._process.memory_info().rss)
 
 
+class _Told(dict[str, Any]):
+    """A result whose parts are shown as soon as they are known."""
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        super().__setitem__(name, value)
+        print(name, value, file=sys.stderr, flush=True)
+
+
 async def measure(
     num_nodes: int, num_shards: int, num_readers: int, *, quick: bool
 ) -> dict[str, Any]:
@@ -386,7 +394,7 @@ async def measure(
         world = World(cluster.nodes[0].control_location, str(cluster.token), num_nodes, spec)
         client = CacheClient(Connection(cluster.endpoint, token=cluster.token, deadline_s=600))
         clock = Clock(cluster.nodes[0].pid)
-        result: dict[str, Any] = {"nodes": num_nodes, "shards": num_shards, "readers": num_readers}
+        result = _Told({"nodes": num_nodes, "shards": num_shards, "readers": num_readers})
         async with world.run():
             while sum(node.alive for node in await _ask(client.nodes)) <= num_nodes:
                 await asyncio.sleep(0.5)
@@ -422,8 +430,6 @@ def main(arguments: list[str] | None = None) -> None:
     quick = parser.parse_args(arguments).quick
     sizes = (20, 1_000, 100) if quick else (NODES, SHARDS, READERS)
     result = asyncio.run(asyncio.wait_for(measure(*sizes, quick=quick), LIMIT_S))
-    for name, value in result.items():
-        print(name, value, file=sys.stderr)
     result["targets"] = TARGETS
     print(f"written to {write_result('coordinator-quick' if quick else 'coordinator', result)}")
 

@@ -31,7 +31,7 @@ from cache_protocol.errors import (
     exit_code,
     missing_package,
 )
-from cache_protocol.wire import lineage
+from cache_protocol.wire import lineage, zones
 from cache_server.auth.kubernetes import SERVICE_ACCOUNT_DIR, Cluster
 from cache_server.config import NodeConfig
 from cache_server.local import LocalCluster, checked_settings, describe_nodes
@@ -119,6 +119,7 @@ def serve(
                 # What a job asks of its own cache, its own pods may read.
                 "allow_source": [""] if load_from_env else None,
                 "cluster": Cluster.from_env(os.environ, service_account_dir),
+                "zone": os.environ.get(zones.VARIABLE) or None,
                 **(_token_from_env() if token_from_env and not settings["token_file"] else {}),
                 **given(settings),
             }

@@ -32,6 +32,7 @@ from cache_protocol.storage.memory_budget import (
     memory_of_machine,
     shard_bytes,
 )
+from cache_protocol.wire import zones
 from cache_protocol.wire.credentials import Credentials
 from cache_server.auth.kubernetes import Cluster
 from cache_server.auth.namespace_shares import NamespaceShare, parse_share
@@ -65,6 +66,12 @@ def _is_host(value: str) -> str:
     return value
 
 
+def _is_zone(value: str) -> str:
+    if not zones.is_zone(value):
+        raise ValueError
+    return value
+
+
 def _described_as(rule: str) -> WrapValidator:
     """Replaces the errors of a setting by the rule that it must follow."""
 
@@ -93,6 +100,7 @@ Host = Annotated[
 ]
 
 
+Zone = Annotated[str, AfterValidator(_is_zone), _described_as(zones.RULE)]
 Share = Annotated[NamespaceShare, BeforeValidator(parse_share)]
 
 
@@ -206,6 +214,13 @@ class NodeConfig(BaseModel):
         Flag(
             "Host name at which clients and other nodes reach this one; default: --bind, or the "
             "name of this machine if --bind is a wildcard."
+        ),
+    ] = None
+    zone: Annotated[
+        Zone | None,
+        Flag(
+            "Failure domain of this node, such as a zone of a cloud: replicas of a shard are in "
+            "different zones, and readers prefer nodes of theirs. Default: CACHE_ZONE."
         ),
     ] = None
     flight_port: Annotated[Port, Flag("Port of Arrow Flight; 0: a free one.")] = 50_051
@@ -442,7 +457,9 @@ class NodeConfig(BaseModel):
         Raises:
             ConfigError: a file cannot be read, or two settings exclude each other.
         """
-        return Credentials(self.token, self.token_file, self.tls_ca, self.tls_cert, self.tls_key)
+        return Credentials(
+            self.token, self.token_file, self.tls_ca, self.tls_cert, self.tls_key, self.zone
+        )
 
     @property
     def is_loopback(self) -> bool:

@@ -95,7 +95,7 @@ class CacheServer:
     ) -> None:
         self._config = config
         self._memory = config.memory()
-        self._traffic = Traffic()
+        self._traffic = Traffic(config.zone or "")
         self._credentials = config.credentials
         self._authenticator = _authenticator(config, self._credentials)
         self._load: EnvironmentLoad | None = None
@@ -220,6 +220,7 @@ class CacheServer:
                 )
                 for each in functions.values()
             ],
+            zone=self._config.zone or "",
         )
 
     def _serve(self, own: Coordinating | None) -> None:

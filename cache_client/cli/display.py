@@ -66,6 +66,11 @@ def show_dataset(info: DatasetInfo, as_json: bool) -> None:
             shards[node_id] = shards.get(node_id, 0) + 1
     held = ", ".join(f"{count} on {node}" for node, count in sorted(shards.items())) or "nowhere"
     console.print(f"  shards       {info.num_shards} ({held})", highlight=False, soft_wrap=True)
+    if zones := info.shards_of_zones():
+        one = info.shards_in_one_zone()
+        spread = ", ".join(f"{count} in {zone}" for zone, count in zones.items())
+        lacks = f"; {counted(one, 'shard')} with all replicas in one" if one else ""
+        console.print(f"  zones        {spread}{lacks}", highlight=False, soft_wrap=True)
     if info.shards_reused:
         reused = f"{info.shards_reused:,} of {counted(info.num_shards, 'shard')}"
         read = counted(info.files_read, "file")

@@ -6,14 +6,16 @@ import os
 import resource
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
 from cache_client.control.client import CacheClient
+from cache_client.control.infos import NodeInfo
+from cache_client.job.ranks import find_credentials
 from cache_protocol.cli.output import size
-from cache_protocol.errors import CacheError
+from cache_protocol.errors import CacheError, some_of
 
 _SHM: Final = Path("/dev/shm")
 _HUGE_PAGES: Final = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
@@ -104,6 +106,7 @@ def _of_cache(client: CacheClient, version: str) -> Iterator[Check]:
         if lost
         else "",
     )
+    yield from _of_zones(status.nodes, find_credentials(client.endpoint).zone)
     full = [
         f"{node.id} holds {size(node.stored_bytes)} of {size(node.memory_limit_bytes)}"
         for node in status.nodes
@@ -115,6 +118,26 @@ def _of_cache(client: CacheClient, version: str) -> Iterator[Check]:
         "; ".join(full) or "every node has room",
         "drop datasets, or add nodes" if full else "",
     )
+
+
+def _of_zones(nodes: Sequence[NodeInfo], here: str | None) -> Iterator[Check]:
+    """Whether nodes and this process are in zones that fit each other; nothing without zones."""
+    zones = sorted({node.zone for node in nodes if node.zone})
+    if not zones and here is None:
+        return
+    without = [node.id for node in nodes if not node.zone]
+    found = f"nodes in {', '.join(zones) or 'no zone'}; this process in {here or 'none'}"
+    if without:
+        advice = f"give node {some_of(without)} its zone: cache-server serve --zone, or CACHE_ZONE"
+    elif here is None:
+        advice = "set CACHE_ZONE, so that reads stay in the zone of this machine"
+    elif here not in zones:
+        advice = (
+            f"set CACHE_ZONE to the name that a node has; no node is in {here}: all reads cross"
+        )
+    else:
+        advice = ""
+    yield Check("zones", "warning" if advice else "ok", found, advice)
 
 
 def of_machine() -> Iterator[Check]:

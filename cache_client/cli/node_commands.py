@@ -29,13 +29,15 @@ def nodes(endpoint: Endpoint = None, timeout_s: TimeoutS = 30.0, as_json: AsJson
     if as_json:
         print_json([asdict(node) for node in found])
         return
+    zoned = any(node.zone for node in found)
     show_rows(
-        ["node", "alive", "flight", "shards", "stored", "limit", "cache dir"],
+        ["node", "alive", "flight", *["zone"] * zoned, "shards", "stored", "limit", "cache dir"],
         [
             [
                 node.id,
                 _alive(node),
                 node.flight_location,
+                *[node.zone or "none"] * zoned,
                 str(node.stored_shards),
                 size(node.stored_bytes),
                 size(node.memory_limit_bytes) if node.memory_limit_bytes else "none",

@@ -70,6 +70,7 @@ class LoadForecast:
         load_s: about, seconds until it is ready, at the rate of the last load of this cache; None
             before any load, and for a whole query.
         nulls: column of numbers -> its nulls, before any filter, where statistics tell.
+        zones: zone, or node without one -> its nodes; empty: no node has a zone.
         evicts: datasets that the load would evict, of those that the caller sees.
         evicts_datasets, evicts_bytes: how many, and the bytes of all their replicas.
         refusal: the error with which these nodes would refuse the load now; empty: they would not,
@@ -105,6 +106,7 @@ class LoadForecast:
     evicts: tuple[str, ...]
     evicts_datasets: int
     evicts_bytes: int
+    zones: Mapping[str, int]
     world_size: int
     batch_size: int
     steps_per_epoch: int | None
@@ -236,6 +238,11 @@ def forecast_facts(forecast: LoadForecast) -> list[tuple[str, str]]:
     nodes = len(forecast.node_bytes)
     fewer = f"; only {nodes} on {counted(nodes, 'node')}" if 0 < nodes < forecast.replicas else ""
     facts.append(("replicas", f"{forecast.replicas}{fewer}"))
+    if forecast.zones:
+        shares = len(forecast.zones) < min(forecast.replicas, nodes)
+        share = ", so that replicas of a shard share one" if shares else ""
+        zones = ", ".join(f"{zone}: {count}" for zone, count in sorted(forecast.zones.items()))
+        facts.append(("nodes of zones", f"{zones}{share}"))
     if forecast.node_bytes:
         most = size(max(forecast.node_bytes))
         if_one = ", if each row makes one" if forecast.makes_rows else ""

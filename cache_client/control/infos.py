@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -39,6 +40,7 @@ class DatasetInfo:
         priority: those of lower priority are evicted first.
         last_read_s: clock of the coordinator, in seconds since 1970; None: it was not read yet.
         load_s: seconds that its load took; 0: unknown.
+        zones: node -> its zone, of those that have one.
     """
 
     name: str
@@ -61,6 +63,21 @@ class DatasetInfo:
     priority: int = 0
     last_read_s: float | None = field(default=None, compare=False)
     load_s: float = field(default=0.0, compare=False)
+    zones: Mapping[str, str] = field(default_factory=dict, compare=False)
+
+    def shards_of_zones(self) -> dict[str, int]:
+        """How many shards have a replica in each zone; without nodes that have no zone."""
+        found: Counter[str] = Counter()
+        for node_ids in self.placement.values():
+            found.update({self.zones[node] for node in node_ids if node in self.zones})
+        return dict(sorted(found.items()))
+
+    def shards_in_one_zone(self) -> int:
+        """How many shards lose all of their replicas, which are several, with one zone."""
+        return sum(
+            len(nodes) > 1 and len({self.zones.get(node, node) for node in nodes}) == 1
+            for nodes in self.placement.values()
+        )
 
     def __repr__(self) -> str:
         """The facts in a few lines; `schema` and `placement` are there in full."""
@@ -170,6 +187,7 @@ class NodeInfo:
         name: host name of its machine, or of its pod.
         drain: of the node; None: it is not drained.
         functions: that SQL may call on it.
+        zone: of the node; empty: it has none.
     """
 
     id: str
@@ -185,6 +203,7 @@ class NodeInfo:
     name: str = ""
     drain: DrainInfo | None = None
     functions: tuple[FunctionInfo, ...] = ()
+    zone: str = ""
 
 
 def node_info(node: pb.Node) -> NodeInfo:
@@ -226,6 +245,7 @@ def dataset_info(info: pb.DatasetInfo) -> DatasetInfo:
         replicas=info.spec.replicas,
         shards_reused=info.progress.shards_reused,
         files_read=info.progress.files_read,
+        zones={node.id: node.zone for node in info.nodes if node.zone},
     )
 
 

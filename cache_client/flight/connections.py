@@ -403,7 +403,7 @@ def _shard_map(info: flight.FlightInfo, asked_at: float, of: str = "the cache") 
         for node_id, uri in zip(placement.node_ids, uris[:held], strict=True):
             if node_id not in nodes:
                 nodes[node_id] = len(refs)
-                refs.append(NodeRef(node_id, uri))
+                refs.append(NodeRef(node_id, uri, plan.zones.get(node_id, "")))
         starts.append(placement.rows.start)
         num_bytes += placement.num_bytes
         checksums.append(placement.checksum)

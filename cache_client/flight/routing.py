@@ -17,10 +17,11 @@ from cache_protocol.storage.row_index import ROWS_OF_A_SHARD, Ids, Indices, RowI
 
 @dataclass(frozen=True)
 class NodeRef:
-    """A cache node: its name and its Flight location."""
+    """A cache node: its name, its Flight location, and its zone if it has one."""
 
     id: str
     location: str
+    zone: str = ""
 
     def __str__(self) -> str:
         return f"{self.id} ({self.location})"
@@ -159,6 +160,8 @@ class Router:
         replica_offset: which replica to prefer; ranks with different offsets spread the load.
         avoid: indices of nodes that failed lately, used only if there is no other replica.
         local: indices of shards to read from files of this machine.
+        zone: of this process: replicas in it come first, unless all are to be avoided; None: it is
+            not known.
 
     Attributes:
         num_nodes: the most nodes that one window is requested from.
@@ -168,6 +171,7 @@ class Router:
     replica_offset: int = 0
     avoid: Collection[int] = ()
     local: Collection[int] = ()
+    zone: str | None = None
     num_nodes: int = field(init=False)
     _node_of: npt.NDArray[np.signedinteger] = field(init=False)
     _nodes: tuple[NodeRef | None, ...] = field(init=False)
@@ -222,4 +226,7 @@ class Router:
         # In the order of the nodes. That of the replicas is random for each shard: by it, one node
         # could get the requests for all shards, and another one none.
         reachable = sorted([node for node in replicas if node not in self.avoid] or replicas)
+        if self.zone is not None:
+            nodes = self.shards.nodes
+            reachable = [at for at in reachable if nodes[at].zone == self.zone] or reachable
         return reachable[(self.replica_offset + shard) % len(reachable)]

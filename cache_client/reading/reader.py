@@ -231,6 +231,7 @@ class Reader:
         # so that another replica is asked before it.
         self._request_timeout_s = timeout_s = min(REQUEST_TIMEOUT_S, deadline_s / 4)
         self._layout = shards.layout
+        self._zone = credentials.zone
         self._local = local
         self._counts = counts or ReadCounts()
         self._health = health or NodeHealth(shards)
@@ -440,7 +441,7 @@ class Reader:
         indices = {index for index, node in enumerate(shards.nodes) if node.location in avoid}
         local = self._local.shards if self._local is not None else ()
         self._has_replicas = any(len(held) > 1 for held in shards.replicas)
-        self._router = router = Router(shards, self._replica_offset, indices, local)
+        self._router = router = Router(shards, self._replica_offset, indices, local, self._zone)
         return router
 
     def _record_answer(self, node: NodeRef) -> None:

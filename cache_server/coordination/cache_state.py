@@ -178,14 +178,15 @@ class CacheState:
         version = self.versions.get(key)
         return self.orphans.attempt(key) if version is None else version.attempt + 1
 
-    def mark_changed(self, key: VersionKey | None = None) -> None:
+    def mark_changed(self, key: VersionKey | None = None, node_id: str | None = None) -> None:
         """Wakes watchers and outdates views, after a change.
 
         Args:
             key: of the version that changed; None: all may have.
+            node_id: the node whose claims about this version changed; None: those of no node.
         """
         self.num_changes += 1
-        self.views.outdate(key)
+        self.views.outdate(key, node_id)
         self.changed.notify_all()
 
     def notify_listeners(self) -> None:

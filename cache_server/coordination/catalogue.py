@@ -4,6 +4,7 @@
 .catalogue/*.json.damaged                  one that cannot be read; set aside
 .catalogue/<dataset>@<fingerprint>.log     the groups in which its shards were sealed
 .members.json                              the nodes that ever joined
+.zones.json                                the zones of those that have one
 .proven-members.json                       those that hold a shard for certain
 .drains.json                               those that are drained
 .dropped.json                              dropped versions, with their attempts
@@ -50,6 +51,7 @@ logger = logging.getLogger(__name__)
 _ENTRIES = ".catalogue"
 _MEMBERS, _PROVEN, _KEEPINGS = ".members.json", ".proven-members.json", ".keepings.json"
 _DRAINS, _DROPPED, _ID = ".drains.json", ".dropped.json", ".catalogue-id.json"
+_ZONES = ".zones.json"  # apart from the members: earlier releases read those as a list of names
 _FORMAT = 7  # of an entry; raise it with every addition
 _FORMAT_MEMBER = re.compile(rb'"format":\s*(\d+)')
 _T = TypeVar("_T")
@@ -432,11 +434,7 @@ class Catalogue:
             return empty
 
     def write_members(self, node_ids: Iterable[str]) -> None:
-        """Writes the ids of the nodes.
-
-        Raises:
-            OSError: as `write`.
-        """
+        """Writes the ids of the nodes; raises OSError as `write`."""
         self._write_value(_MEMBERS, "members", sorted(node_ids))
 
     def read_members(self) -> list[str]:
@@ -446,12 +444,20 @@ class Catalogue:
         """
         return self._read_names(_MEMBERS, "members")
 
-    def write_proven(self, node_ids: Iterable[str]) -> None:
-        """Writes the ids of the nodes that hold a shard for certain.
+    def write_zones(self, zones: Mapping[str, str]) -> None:
+        """Writes the zones of nodes that have one; raises OSError as `write`."""
+        self._write_value(_ZONES, "zones", dict(sorted(zones.items())))
 
-        Raises:
-            OSError: as `write`.
-        """
+    def read_zones(self) -> dict[str, str]:
+        """The zones; empty if the file cannot be read: replicas may move until nodes tell them."""
+
+        def decode(zones: Any) -> dict[str, str]:
+            return {str(n): str(zone) for n, zone in zones.items()}
+
+        return self._read_value(_ZONES, "zones", decode, {})
+
+    def write_proven(self, node_ids: Iterable[str]) -> None:
+        """Writes the ids of nodes that hold a shard for certain; raises OSError as `write`."""
         self._write_value(_PROVEN, "proven", sorted(node_ids))
 
     def read_proven(self) -> list[str]:
@@ -459,11 +465,7 @@ class Catalogue:
         return self._read_names(_PROVEN, "proven")
 
     def write_drains(self, drains: Mapping[str, tuple[str, Moves]]) -> None:
-        """Writes the drained nodes, each with its process and the homes of moved shards.
-
-        Raises:
-            OSError: as `write`.
-        """
+        """Writes the drained nodes, each with its process and moves; raises OSError as `write`."""
         rows = [
             [node_id, process, _moves_to_json(moves)]
             for node_id, (process, moves) in drains.items()
@@ -479,11 +481,7 @@ class Catalogue:
         return self._read_value(_DRAINS, "drains", decode, {})
 
     def write_dropped(self, attempts: Mapping[VersionKey, int]) -> None:
-        """Writes the dropped versions, with the last attempt of each, in this order.
-
-        Raises:
-            OSError: as `write`.
-        """
+        """Writes dropped versions and their last attempts, in order; raises OSError as `write`."""
         rows = [[key.dataset, key.fingerprint, attempt] for key, attempt in attempts.items()]
         self._write_value(_DROPPED, "dropped", rows)
 
@@ -502,11 +500,7 @@ class Catalogue:
         return self._read_value(_DROPPED, "dropped", decode, {})
 
     def write_keepings(self, keepings: Mapping[str, Kept]) -> None:
-        """Writes pins, priorities and reads, by dataset.
-
-        Raises:
-            OSError: as `write`.
-        """
+        """Writes pins, priorities and reads, by dataset; raises OSError as `write`."""
         rows = [[name, *values] for name, values in keepings.items()]
         self._write_value(_KEEPINGS, "keepings", rows)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Set
 
 from cache_server.coordination.cache_state import CacheState
@@ -20,7 +19,7 @@ class Claims:
     def __init__(self, state: CacheState) -> None:
         self._state = state
         self._proven = self._written_proven = frozenset(state.catalogue.read_proven())
-        self._writes_proven = threading.Lock()
+        self._is_writing = False
 
     def was_proven(self, node_id: str) -> bool:
         """Whether a node was proven to hold a shard, also before a restart."""
@@ -57,7 +56,7 @@ class Claims:
             node = member.node
             self._state.checks.meet(Holder(node.id, member.reporter or "", node.flight_location))
             for key in member.changed & self._state.versions.keys():
-                self._state.mark_changed(key)
+                self._state.mark_changed(key, node.id)
                 self.apply(self._state.versions[key], node.id, believed=believed)
 
     def apply_waiting(self, node_id: str) -> None:
@@ -82,7 +81,7 @@ class Claims:
         while again:
             each = again.pop()
             again |= self._apply_report(version, each, believed=believed and each == node_id)
-        self._state.mark_changed(version.pinned.key)
+            self._state.mark_changed(version.pinned.key, each)
 
     def _apply_report(self, version: VersionRecord, node_id: str, *, believed: bool) -> Set[str]:
         """Takes what a node says of a version; returns the nodes that waited for this."""
@@ -116,18 +115,37 @@ class Claims:
         )
         return waiting - {node_id}
 
+    def has_unwritten(self) -> bool:
+        """Whether nodes are proven to hold a shard since the last write, and no thread writes."""
+        self._proven |= self._state.checks.proven_nodes() - self._proven
+        return not self._is_writing and self._proven != self._written_proven
+
     def write_proven(self) -> None:
-        """Writes which nodes are proven to hold a shard, after a change; not inside the lock."""
-        with self._writes_proven:
-            with self._state.changed:
-                self._proven |= self._state.checks.proven_nodes()
-                if self._proven == self._written_proven:
-                    return
-                self._written_proven = proven = self._proven
-            try:
+        """Writes which nodes are proven to hold a shard, after a change; not inside the lock.
+
+        One thread writes for all: the others would wait for the disk, and nodes for their answers.
+        """
+        with self._state.changed:
+            if not self.has_unwritten():
+                return
+            self._is_writing = True
+        try:
+            while (proven := self._next_to_write()) is not None:
                 self._state.catalogue.write_proven(proven)
-            except OSError as error:  # after a restart their files are read back
-                logger.error("members not written reason=%s", error.strerror)
+        except BaseException as error:
+            self._is_writing = False
+            if not isinstance(error, OSError):
+                raise
+            # After a restart their files are read back.
+            logger.error("members not written reason=%s", error.strerror)
+
+    def _next_to_write(self) -> frozenset[str] | None:
+        with self._state.changed:
+            if self._proven == self._written_proven:
+                self._is_writing = False
+                return None
+            self._written_proven = self._proven
+            return self._proven
 
     def next_check(self, wait_s: float) -> ShardCheck | None:
         """The next file to read back from a node; `apply_check` must follow.
@@ -162,7 +180,9 @@ class Claims:
             elif outcome is not Outcome.MATCHES or counted != (
                 node_id in self._state.checks.holders(key).get(index, ())
             ):
-                self._state.mark_changed(key)
+                self._state.mark_changed(key, node_id)
             self._state.settle()
-        self.write_proven()
+            must_write = self.has_unwritten()
+        if must_write:
+            self.write_proven()
         self._state.notify_listeners()

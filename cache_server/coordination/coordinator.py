@@ -7,6 +7,7 @@ here knows gRPC or Flight.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -121,9 +122,14 @@ class Coordinator:
             self.state.keepings.write()
             self.state.mark_changed()
 
-    def watch_backlog(self, waiting_since: Callable[[], float]) -> None:
+    def watch_backlog(
+        self,
+        waiting_since: Callable[[], float],
+        unread_at: Callable[[], float] = lambda: -math.inf,
+    ) -> None:
         """Lets no node count as lost while its report may wait; see `Membership`."""
         self.state.membership.waiting_since = waiting_since
+        self.state.membership.unread_at = unread_at
 
     def listen(self, callback: Callable[[], None]) -> None:
         """Calls ``callback`` when the nodes have something new to do."""

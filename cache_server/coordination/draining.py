@@ -169,13 +169,14 @@ class Draining:
         state, membership = self._state, self._state.membership
         others = {id_: drain for id_, drain in state.drains.by_node.items() if id_ != node_id}
         drains = {**others, node_id: Drain("")}
-        cluster = Cluster(membership.names(), membership.alive(), drains=drains)
+        zones = membership.zones()
+        cluster = Cluster(membership.names(), membership.alive(), drains=drains, zones=zones)
         leaving = [
             shard
             for version in self._versions()
             for shard in self._leaving(version, node_id, cluster)
         ]
-        return plan_drain(leaving, state.room_on(self._takers(node_id)))
+        return plan_drain(leaving, state.room_on(self._takers(node_id)), zones)
 
     def _takers(self, node_id: str) -> Set[str]:
         """The other nodes that answer, stay and are not drained."""

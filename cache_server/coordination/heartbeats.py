@@ -89,9 +89,10 @@ class Heartbeats:
             response.no_room.extend(no_room)
             if (drain := refused or self._draining.progress(request.node.id)) is not None:
                 response.drain.CopyFrom(drain)
+            must_write = member.has_news and self._claims.has_unwritten()
         self._jobs.apply(reports)
         response.disagreements.extend(self._jobs.disagreements(reports))
-        if member.has_news:
+        if must_write:
             self._claims.write_proven()
         return response
 

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import replace
+from itertools import cycle
 
 from cache_protocol.datasets.dataset_spec import DatasetSpec
 from cache_protocol.errors import LoadError, NotReadyError, RequestError, some_of
@@ -113,7 +114,13 @@ class Loads:
         planned = plan_version(spec, [version.pinned for version in before], self._functions)
         num_shards = len(planned.version.shards or ())
         # Reports are taken meanwhile; inside the lock, the result is known.
-        place(planned.version.key.fingerprint, num_shards, cluster.names, spec.replicas)
+        place(
+            planned.version.key.fingerprint,
+            num_shards,
+            cluster.names,
+            spec.replicas,
+            zones=cluster.zones,
+        )
         with self._state.changed:
             overtaken = planned.version.comparable and any(
                 version.created > begun and version.pinned.key != planned.version.key
@@ -295,12 +302,14 @@ class Loads:
                 if not (num_nodes or memory_limit_bytes):
                     goes, refusal = self._foresee(planned, by)
             names = [node.id for node in alive]
+            zones = {node.id: node.zone for node in alive if node.zone}
             if num_nodes:
                 names = [f"node-{index}" for index in range(num_nodes)]
+                zones = dict(zip(names, cycle(sorted({*zones.values()})), strict=False))
             limits = [node.memory_limit_bytes for node in alive if node.memory_limit_bytes]
             limit = memory_limit_bytes or min(limits, default=0)
             rate = self._state.load_rate.node_bytes_per_s
-            result = forecast(planned, names, limit, rate, reused)
+            result = forecast(planned, names, limit, rate, reused, zones)
             result.refusal = refusal
             with self._state.changed:
                 self._evictions.forecast(goes, by.viewer, result)

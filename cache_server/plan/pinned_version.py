@@ -9,7 +9,7 @@ import hashlib
 import json
 import logging
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -107,16 +107,26 @@ class PinnedVersion:
             attempt: see the message.
             with_splits: include the splits of tables that are read whole; only readers need them.
         """
+        plan = pb.LoadPlan()
+        plan.CopyFrom(self._whole_plan if with_splits else self._short_plan)
+        plan.attempt = attempt
+        return plan
+
+    @cached_property
+    def _whole_plan(self) -> pb.LoadPlan:
+        return self._make_plan(self.tables)
+
+    @cached_property
+    def _short_plan(self) -> pb.LoadPlan:
+        return self._make_plan([replace(table, splits=()) for table in self.tables])
+
+    def _make_plan(self, tables: Iterable[PinnedTable]) -> pb.LoadPlan:
         return pb.LoadPlan(
             dataset=self.key.dataset,
             fingerprint=self.key.fingerprint,
             sql=self.sql,
-            tables=[
-                table_to_proto(table if with_splits else replace(table, splits=()))
-                for table in self.tables
-            ],
+            tables=map(table_to_proto, tables),
             logical_schema=self.logical.serialize().to_pybytes(),
-            attempt=attempt,
             keeps_every_row=self.keeps_every_row,
             whole=self.shards is None,
             target_shard_bytes=self.spec.target_shard_bytes,

@@ -118,7 +118,7 @@ class _Checked:
                     self._authenticator,
                     self._verb,
                     _headers(context),
-                    _peer(context),
+                    _peer(context) if self._authenticator.knows_certificates else "",
                     context.peer(),
                 )
                 setattr(context, _CALLER, caller)

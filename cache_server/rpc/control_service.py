@@ -46,6 +46,7 @@ logger = logging.getLogger(__name__)
 
 LIVE, READY = "live", "ready"
 _HANDLER_THREADS = 64  # for verbs that do not wait
+_PATIENCE_S = 1.0  # a caller that gives up earlier did not wait for this node
 _HEARTBEAT_THREADS = 8  # they wait for one lock, and a call is dearer with more idle threads
 _WATCHING_THREADS = 64  # half for long watches, half for watches that answer once
 _MIN_PING_INTERVAL_MS = 1_000
@@ -181,7 +182,7 @@ class CoordinatorServicer(cache_pb2_grpc.CoordinatorServicer):
         planning = ThreadPoolExecutor(planning_slots.THREADS, thread_name_prefix="planning")
         watching = ThreadPoolExecutor(_WATCHING_THREADS, thread_name_prefix="watching")
         beating = _TimedPool(_HEARTBEAT_THREADS, thread_name_prefix="heartbeats")
-        self._waiting_since = beating.waiting_since
+        self._beating = beating
         for verb, threads in (
             ("CreateDataset", planning),
             ("PlanDataset", planning),
@@ -198,7 +199,7 @@ class CoordinatorServicer(cache_pb2_grpc.CoordinatorServicer):
             NodeUnavailableError: another node has it.
         """
         coordinator = self._current()
-        coordinator.watch_backlog(self._waiting_since)
+        coordinator.watch_backlog(self._beating.waiting_since, self._beating.unread_at)
         return coordinator
 
     def CreateDataset(
@@ -497,20 +498,46 @@ class _RunningCalls:
 
 
 class _TimedPool(ThreadPoolExecutor):
-    """A pool that knows how long its oldest call has not ended. Thread-safe."""
+    """A pool that knows how long its oldest call has not ended. Thread-safe.
+
+    It also knows when a call came that was never read: grpc reads the request of a call in the
+    pool, and not at all if the caller has given up by then.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._lock = threading.Lock()
         self._begun: dict[Future[Any], float] = {}  # the oldest first
+        self._unread_at = -math.inf
+        self._call = threading.local()
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Runs a call in the pool."""
+        came_at = time.monotonic()
+
+        def run() -> Any:
+            waited_s = time.monotonic() - came_at
+            self._call.is_read = False
+            try:
+                return fn(*args, **kwargs)
+            finally:
+                if not self._call.is_read and waited_s > _PATIENCE_S:
+                    with self._lock:
+                        self._unread_at = max(self._unread_at, came_at)
+
         with self._lock:
-            future = super().submit(fn, *args, **kwargs)
-            self._begun[future] = time.monotonic()
+            future = super().submit(run)
+            self._begun[future] = came_at
         future.add_done_callback(self._forget)
         return future
+
+    def note_read(self) -> None:
+        """Notes that the call of this thread has its request."""
+        self._call.is_read = True
+
+    def unread_at(self) -> float:
+        """When the last call came that waited and was not read, in monotonic seconds."""
+        return self._unread_at
 
     def waiting_since(self) -> float:
         """When the oldest call came that has not ended, in monotonic seconds; else infinite."""
@@ -534,6 +561,8 @@ class _PooledHandler:
         self.experimental_thread_pool = threads
 
     def __call__(self, request: Any, context: grpc.ServicerContext) -> Any:
+        if isinstance(self.experimental_thread_pool, _TimedPool):
+            self.experimental_thread_pool.note_read()
         return self._handler(request, context)
 
 

@@ -15,7 +15,7 @@ from cache_protocol.errors import (
     UnauthenticatedError,
     to_proto,
 )
-from cache_protocol.wire import tracing
+from cache_protocol.wire import tracing, zones
 from cache_server.auth.authenticator import Authenticator, Caller
 from cache_server.auth.principals import Principal
 from cache_server.node.traffic import Traffic
@@ -43,6 +43,11 @@ class Call(flight.ServerMiddleware):
         """Traces the call, until its end, below the span of its caller."""
         traceparent = self.headers.get(tracing.TRACEPARENT, "")
         self._span = tracing.begin_below(traceparent, "cache.node", dataset=dataset)
+
+    @property
+    def zone(self) -> str:
+        """Of the caller; empty: it is not known."""
+        return zones.told(self.headers)
 
     @property
     def principal(self) -> Principal:

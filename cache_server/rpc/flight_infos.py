@@ -110,6 +110,7 @@ def _read_plan(info: pb.DatasetInfo, viewer: Viewer, log: pb.LoadLog | None = No
         log=log,
         protocol=PROTOCOL,
         full_name=viewer.resolve(info.spec.name),
+        zones={node.id: node.zone for node in info.nodes if node.zone},
     )
     return plan.SerializeToString()
 

@@ -225,7 +225,7 @@ class FlightService(flight.FlightServerBase):
                 header = header or header_size(batch)
                 size = batch.nbytes
                 yield batch, pa.py_buffer(padding(header, size))
-                self._traffic.count(read, rows=batch.num_rows, num_bytes=size)
+                self._traffic.count(read, rows=batch.num_rows, num_bytes=size, to_zone=call.zone)
 
         return flight.GeneratorStream(selection.layout.schema, messages())
 
@@ -273,7 +273,7 @@ class FlightService(flight.FlightServerBase):
             principal = call.principal
             request.dataset = principal.viewer.resolve(request.dataset)
             result = self._ready_node().put(
-                request, reader.schema, _received(call, reader), principal
+                request, reader.schema, _received(call, reader, self._traffic), principal
             )
             writer.write(result.SerializeToString())
 
@@ -313,7 +313,9 @@ class FlightService(flight.FlightServerBase):
                             header = header_size(batch)
                         num_bytes = batch.nbytes
                         writer.write_with_metadata(batch, padding(header, num_bytes))
-                        self._traffic.count(read, rows=batch.num_rows, num_bytes=num_bytes)
+                        self._traffic.count(
+                            read, rows=batch.num_rows, num_bytes=num_bytes, to_zone=call.zone
+                        )
 
     def list_actions(self, context: flight.ServerCallContext) -> list[tuple[str, str]]:
         """The actions."""
@@ -369,7 +371,7 @@ class FlightService(flight.FlightServerBase):
                 return
             yield batch
             rows = batch.num_rows if read.verb != "file" else 0
-            self._traffic.count(read, rows=rows, num_bytes=batch.nbytes)
+            self._traffic.count(read, rows=rows, num_bytes=batch.nbytes, to_zone=call.zone)
 
     @contextmanager
     def _call(self, context: flight.ServerCallContext) -> Iterator[Call]:
@@ -457,8 +459,10 @@ def _parse(message: type[_M], data: bytes, what: str) -> _M:
     return parsed
 
 
-def _received(call: Call, reader: flight.MetadataRecordBatchReader) -> Iterator[PutMessage]:
-    """The messages of a writer.
+def _received(
+    call: Call, reader: flight.MetadataRecordBatchReader, traffic: Traffic
+) -> Iterator[PutMessage]:
+    """The messages of a writer, counted.
 
     Raises:
         RequestError: the buffers of one do not fit each other, which would end this process.
@@ -467,6 +471,7 @@ def _received(call: Call, reader: flight.MetadataRecordBatchReader) -> Iterator[
         call.still_allowed()
         if chunk.data is not None:
             _check_buffers(chunk.data, RequestError, "the rows are no valid Arrow batch")
+            traffic.count_received(chunk.data.nbytes, call.zone)
         yield PutMessage(chunk.data, bytes(chunk.app_metadata or b""))
 
 

@@ -10,6 +10,7 @@ from functools import lru_cache
 
 from cache_protocol.datasets.dataset_names import is_dataset_name
 from cache_protocol.errors import InvalidTicketError
+from cache_protocol.wire.zones import is_zone
 from cache_server.shards.version_key import VersionKey
 
 MAX_SHARDS = 1_000_000  # of one version
@@ -42,6 +43,17 @@ def token(text: str, what: str) -> str:
         InvalidTicketError: it has other characters, or none, or more than 128.
     """
     return _matching(_TOKEN, text, what)
+
+
+def zone(text: str) -> str:
+    """The zone of a node; empty: it has none.
+
+    Raises:
+        InvalidTicketError: it is no name of a zone.
+    """
+    if text and not is_zone(text):
+        raise InvalidTicketError(f"not a zone: {text[:200]!r}")
+    return text
 
 
 def location(text: str) -> str:

@@ -85,6 +85,14 @@ def _of_node(status: NodeStatus) -> Iterator[Metric]:
         sent.add_metric(read, served.num_bytes)
     yield rows
     yield sent
+    between = CounterMetricFamily(
+        "data_cache_zone_bytes",
+        "Bytes of rows and files between this node and callers, by zones, where both are known.",
+        labels=["from_zone", "to_zone"],
+    )
+    for way, num_bytes in status.counts.zones.items():
+        between.add_metric(way, num_bytes)
+    yield between
     errors = CounterMetricFamily(
         "data_cache_errors", "Failed Flight calls, by name of the error.", labels=["error"]
     )

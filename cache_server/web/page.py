@@ -94,6 +94,7 @@ def _of_cache(cache: CacheStatus, view: View) -> Iterator[str]:
         ]
         for info in sorted(cache.datasets, key=lambda info: info.state in _CALM_STATES)
     ]
+    zoned = any(node.zone for node in cache.nodes)
     nodes = [
         [
             _label(node),
@@ -101,12 +102,14 @@ def _of_cache(cache: CacheStatus, view: View) -> Iterator[str]:
             _memory_bar(node),
             f"{node.stored_shards:,}",
             node.flight_location,
+            *[node.zone or "none"] * zoned,
         ]
         for node in sorted(cache.nodes, key=lambda node: node.alive)
     ]
     yield '<div class="pair">'
     yield section("Datasets", ["dataset", "state", "loaded", "rows", "size", "shards"], datasets)
-    yield section("Nodes", ["node", "state", "memory", "shards", "Flight"], nodes)
+    titles = ["node", "state", "memory", "shards", "Flight", *["zone"] * zoned]
+    yield section("Nodes", titles, nodes)
     yield "</div>"
 
 
@@ -220,6 +223,7 @@ def _of_node(status: NodeStatus) -> Iterator[str]:
             ("memory", _memory(node)),
             ("Flight", node.flight_location),
             ("control", node.control_location),
+            *[("zone", node.zone)] * bool(node.zone),
             ("coordinator", status.coordinator or Alert("not reached yet")),
             ("directory", node.cache_dir),
         ]

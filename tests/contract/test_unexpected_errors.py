@@ -39,7 +39,7 @@ def broken(request: pytest.FixtureRequest) -> Any:
         raise request.param(f"by a defect, {ACCESS_KEY_ID} at {ADDRESS}/{quote(SECRET)}")
 
     verbs = dict.fromkeys(("attach", "create", "get", "describe"), fail)
-    return SimpleNamespace(**verbs, watch_backlog=lambda waiting_since: None)
+    return SimpleNamespace(**verbs, watch_backlog=lambda *backlog: None)
 
 
 def assert_named(error: CacheError, log: str) -> None:

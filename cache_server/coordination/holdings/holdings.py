@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence, Set
 from functools import cached_property
+from itertools import chain
 
 from cache_protocol.errors import CacheError, LoadError, NodeUnavailableError, some_of, to_proto
 from cache_protocol.v1 import cache_pb2 as pb
@@ -21,6 +22,7 @@ from cache_server.coordination.members.placement import (
     bytes_by_node,
     desired_shards,
     shards_by_node,
+    where_held,
 )
 from cache_server.coordination.versions.version_record import VersionRecord
 from cache_server.plan.pinned_version import split_to_proto
@@ -42,6 +44,8 @@ class Holdings:
         checks: which claims count.
         base: a view of the version's ``base``; None if there is none any more.
         before: the view of this version before the last change; it must not be used any more.
+        as_of: equal to that of ``before`` if nothing but this version has changed since. Then
+            `note_claims` of it was called for each node whose claims did.
     """
 
     def __init__(
@@ -52,8 +56,10 @@ class Holdings:
         checks: HolderChecks,
         base: Holdings | None = None,
         before: Holdings | None = None,
+        as_of: object = None,
     ) -> None:
         self.version = version
+        self._as_of = as_of
         self._base = base
         self._checks = checks
         self._members = members
@@ -61,13 +67,14 @@ class Holdings:
         self._alive = cluster.alive
         self._pinned = version.pinned
         self._desired: dict[str, pb.DesiredDataset] = {}  # by node
+        self._settled: dict[str, tuple[object, pb.DesiredDataset]] = {}  # by node, over many views
         self._loads: dict[str, frozenset[int | None]] = {}  # likewise
         self._described: dict[float, pb.DatasetInfo] = {}  # by lease
         self._placements: dict[int, tuple[tuple[str, ...], ...]] = {}  # by number of shards
         self._assignments: dict[int, Mapping[str, Sequence[int]]] = {}  # likewise
         self._shard_holders = ShardHolders(version, checks)
         if before is not None:
-            self._shard_holders = before._shard_holders
+            self._shard_holders, self._settled = before._shard_holders, before._settled
             self._take_placements(before)
 
     def _take_placements(self, before: Holdings) -> None:
@@ -230,8 +237,12 @@ class Holdings:
 
     @cached_property
     def _holders(self) -> ShardHolders:
-        self._shard_holders.update({node_id: self.last_report(node_id) for node_id in self._alive})
+        self._shard_holders.update(self._alive, self.last_report, self._as_of)
         return self._shard_holders
+
+    def note_claims(self, node_id: str) -> None:
+        """Notes for the views after this one that a node says something else, or more is proven."""
+        self._shard_holders.changed.add(node_id)
 
     def shard_bytes(self) -> list[int] | None:
         """Bytes of each shard, sealed or estimated; None if there is no estimate.
@@ -292,7 +303,7 @@ class Holdings:
         placement = self.placement(num_shards)
         # From the shard that was not ready the last time: most calls look at no other one.
         begin = min(self._holders.unready_at, num_shards)
-        for index in (*range(begin, num_shards), *range(begin)):
+        for index in chain(range(begin, num_shards), range(begin)):
             if not placement[index] or not holders.get(index, frozenset()) >= set(placement[index]):
                 self._holders.unready_at = index
                 return False
@@ -318,7 +329,7 @@ class Holdings:
                 # Until it is served, rows stay on the node that they were put on.
                 keep = self._cluster.takers if self.version.state.was_served else self._alive
                 placement = tuple(
-                    _where_held(homes, self._rows_on(index) & keep)
+                    where_held(homes, self._rows_on(index) & keep, self._cluster.zones)
                     for index, homes in enumerate(placement)
                 )
             self._placements[num_shards] = placement
@@ -347,8 +358,20 @@ class Holdings:
     def desired(self, node_id: str) -> pb.DesiredDataset:
         """What a node should hold, and where it gets missing shards."""
         if node_id not in self._desired:
-            self._desired[node_id] = self._build_desired(node_id)
+            basis, known = self._basis_if_settled(node_id), self._settled.get(node_id)
+            if basis is None or known is None or known[0] != basis:
+                known = basis, self._build_desired(node_id)
+                self._settled[node_id] = known
+            self._desired[node_id] = known[1]
         return self._desired[node_id]
+
+    def _basis_if_settled(self, node_id: str) -> object:
+        """What `desired` alone follows from, if a node holds exactly what it should; else None."""
+        starts, report = self.version.row_starts(), self._holders.reports.get(node_id)
+        if starts is None or report is None or self._pinned.shards is None:
+            return None
+        assigned = self._assigned(node_id)
+        return (report, assigned, starts, self._pinned) if report.has_only(assigned) else None
 
     def loads(self, node_id: str) -> frozenset[int | None]:
         """The loads from the source that `desired` asks of a node."""
@@ -574,10 +597,3 @@ class Holdings:
             shards_reused=len(version.reused),
             files_read=files,
         )
-
-
-def _where_held(homes: tuple[str, ...], held: Set[str]) -> tuple[str, ...]:
-    """As many nodes as ``homes``, those that hold the shard first: written rows move to no home."""
-    first = [node_id for node_id in homes if node_id in held]
-    first += sorted(held - set(homes))
-    return tuple((first + [node_id for node_id in homes if node_id not in held])[: len(homes)])

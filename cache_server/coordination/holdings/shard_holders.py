@@ -6,7 +6,7 @@ So an update costs as much as the reports that changed, not as much as the versi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -39,6 +39,11 @@ class NodeReport:
     loading: dict[int, int] = field(default_factory=dict)
     has_trouble: bool = False
 
+    def has_only(self, shards: Sequence[int]) -> bool:
+        """Whether the node holds these shards for certain, and says nothing of others."""
+        is_all = len(self.holding) == len(self.actual.shards) == len(shards)
+        return is_all and not self.has_trouble and set(self.holding) == set(shards)
+
 
 class ShardHolders:
     """The holders of the shards of one version. One thread at a time.
@@ -48,6 +53,7 @@ class ShardHolders:
             for certain, and that serve it. Only shards that have such a node.
         reports: by live node.
         unready_at: a shard that was not ready when it was last looked at; see `Holdings.is_ready`.
+        changed: nodes whose claims may have changed since the last update.
     """
 
     def __init__(self, version: VersionRecord, checks: HolderChecks) -> None:
@@ -58,29 +64,41 @@ class ShardHolders:
         self.serving: dict[int, set[str]] = {}
         self.reports: dict[str, NodeReport] = {}
         self.unready_at = 0
+        self.changed: set[str] = set()
+        self._as_of: object = None
         self._unrecorded: dict[int, set[str]] = {}
         self._num_sealed = 0
         self._has_starts = False
 
-    def update(self, said: Mapping[str, pb.ActualDataset]) -> None:
+    def update(
+        self, alive: Set[str], said_by: Callable[[str], pb.ActualDataset], as_of: object
+    ) -> None:
         """Takes what changed since the last call: reports, proofs, records and live nodes.
 
         Args:
-            said: the last report of each live node about this attempt of the version. A report
+            alive: the live nodes.
+            said_by: the last report of a live node about this attempt of the version. A report
                 that did not change is the same object as before.
+            as_of: None, or equal to that of the last call if only ``changed`` nodes have changed.
         """
         key = self._version.pinned.key
-        for node_id in self.reports.keys() - said.keys():
-            self._take_out(node_id)
         outdated = frozenset(self._outdated())
-        for node_id, actual in said.items():
-            revision = self._checks.revision(key, node_id)
+        nodes = alive
+        if as_of is not None and as_of == self._as_of:
+            nodes = (self.changed | outdated) & alive
+        else:
+            for node_id in self.reports.keys() - alive:
+                self._take_out(node_id)
+        for node_id in nodes:
+            actual, revision = said_by(node_id), self._checks.revision(key, node_id)
             known = self.reports.get(node_id)
             if known is None:
                 self._put_in(node_id, actual, revision)
             elif known.actual is not actual or known.revision != revision or node_id in outdated:
                 self._take_out(node_id)
                 self._put_in(node_id, actual, revision)
+        self._as_of = as_of
+        self.changed.clear()
 
     def _outdated(self) -> Set[str]:
         """The nodes whose claims count differently by the records since the last call."""

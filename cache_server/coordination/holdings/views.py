@@ -56,12 +56,18 @@ class Views:
         self._views: dict[VersionKey, tuple[_AsOf, Holdings]] = {}
         self._described: dict[VersionKey, _Description] = {}
 
-    def outdate(self, key: VersionKey | None) -> None:
-        """Notes that a version has changed; None: all may have."""
+    def outdate(self, key: VersionKey | None, node_id: str | None = None) -> None:
+        """Notes that a version has changed; None: all may have.
+
+        Args:
+            node_id: the node whose claims have; None: those of no node, if it is one version.
+        """
         if key is None:
             self._changes_of_all += 1
         elif key in self._versions:
             self._versions[key].changes += 1
+            if node_id is not None and key in self._views:
+                self._views[key][1].note_claims(node_id)
 
     def forget(self, key: VersionKey) -> None:
         """Forgets a version."""
@@ -81,7 +87,8 @@ class Views:
             before = known[1]
             if known[0] == as_of:
                 return before
-        view = Holdings(version, self._members, cluster, self._checks, base_view, before)
+        same = self._changes_of_all, cluster
+        view = Holdings(version, self._members, cluster, self._checks, base_view, before, same)
         if self._versions.get(key) is version:
             self._views[key] = as_of, view
         return view

@@ -42,12 +42,14 @@ class Cluster:
         alive: ids of those that answer.
         spent: takes the time of placements.
         drains: of nodes that take no shards.
+        zones: of the members that have one.
     """
 
     names: tuple[str, ...]
     alive: frozenset[str]
     spent: PlacingTime = field(default_factory=PlacingTime)
     drains: Mapping[str, Drain] = field(default_factory=dict)
+    zones: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
     def takers(self) -> frozenset[str]:
@@ -73,7 +75,13 @@ class Cluster:
         """The nodes that should hold each shard; see `placement.place`."""
         used_s = time.thread_time()
         placement = place(
-            fingerprint, num_shards, self.names, replicas, alive=self.takers, wanted=wanted
+            fingerprint,
+            num_shards,
+            self.names,
+            replicas,
+            alive=self.takers,
+            wanted=wanted,
+            zones=self.zones,
         )
         self.spent.took_s += time.thread_time() - used_s
         return placement
@@ -103,15 +111,16 @@ class Clusters:
     def look(self) -> Cluster:
         """The members that placements follow now: those of this moment, or of a moment ago."""
         names, alive = self._membership.names(), self._membership.alive()
-        if names is self._cluster.names and alive is self._cluster.alive:
-            return self._cluster
+        now, zones = self._cluster, self._membership.zones()
+        if names is now.names and alive is now.alive and zones is now.zones:
+            return now
         took_s = self._cluster.spent.took_s
         wait_s = _TIMES_PLACING * took_s if took_s > _UNNOTICED_S else 0.0
-        now = self._clock()
-        if now - self._looked_at >= min(wait_s, _LONGEST_WAIT_S):
+        now_s = self._clock()
+        if now_s - self._looked_at >= min(wait_s, _LONGEST_WAIT_S):
             drains = {} if self._drains is None else self._drains.by_node
-            self._cluster = Cluster(names, alive, drains=drains)
-            self._looked_at = now
+            self._cluster = Cluster(names, alive, drains=drains, zones=zones)
+            self._looked_at = now_s
         return self._cluster
 
     def look_again(self) -> None:

@@ -1,7 +1,8 @@
 """Decides where the shards of a drained node go. Pure.
 
 A shard goes to the node that its placement names. Where there is no room, it goes to the node with
-the most room. Only if no node has room for it, the drain is refused.
+the most room, in another zone than its other replicas if one has. Only if no node has room for it,
+the drain is refused.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 from cache_protocol.errors import some_of
 from cache_server.shards.version_key import Moves, VersionKey
 
+_NO_ZONES: Mapping[str, str] = {}
 NO_TAKER = "no other node answers and takes shards"
 
 
@@ -50,12 +52,17 @@ class DrainPlan:
     why_not: str = ""
 
 
-def plan_drain(shards: Iterable[LeavingShard], room: Mapping[str, int | None]) -> DrainPlan:
+def plan_drain(
+    shards: Iterable[LeavingShard],
+    room: Mapping[str, int | None],
+    zones: Mapping[str, str] = _NO_ZONES,
+) -> DrainPlan:
     """The homes of every shard that leaves a node, within the room of the other nodes.
 
     Args:
         shards: that leave.
         room: free bytes of every node that may take shards; None: no limit.
+        zones: of the nodes that have one.
     """
     leaving = sorted(
         shards, key=lambda s: (-s.num_bytes, s.key.dataset, s.key.fingerprint, s.index)
@@ -75,7 +82,10 @@ def plan_drain(shards: Iterable[LeavingShard], room: Mapping[str, int | None]) -
     for shard in away:
         homes = [home for home in shard.homes if home in shard.holders]
         for _ in shard.missing:
-            node = _roomiest(left, shard.num_bytes, besides={*homes, *shard.holders})
+            taken = {zones.get(home) or home for home in homes}
+            fitting = _fitting(left, shard.num_bytes, besides={*homes, *shard.holders})
+            elsewhere = [node for node in fitting if (zones.get(node) or node) not in taken]
+            node = _roomiest(left, elsewhere or fitting)
             if node is None:
                 return DrainPlan(why_not=_too_full(leaving, room))
             homes.append(node)
@@ -96,16 +106,18 @@ def _take(left: dict[str, int | None], nodes: Iterable[str], num_bytes: int) -> 
             left[node] = free - num_bytes
 
 
-def _roomiest(
+def _fitting(
     left: Mapping[str, int | None], num_bytes: int, *, besides: Iterable[str]
-) -> str | None:
-    fitting = [node for node in left.keys() - set(besides) if _fits(left, node, num_bytes)]
+) -> list[str]:
+    return [node for node in left.keys() - set(besides) if _fits(left, node, num_bytes)]
 
+
+def _roomiest(left: Mapping[str, int | None], nodes: Iterable[str]) -> str | None:
     def room_of(node: str) -> tuple[bool, int, str]:
         free = left[node]
         return free is None, free or 0, node
 
-    return max(fitting, key=room_of, default=None)
+    return max(nodes, key=room_of, default=None)
 
 
 def _too_full(shards: Iterable[LeavingShard], room: Mapping[str, int | None]) -> str:

@@ -21,7 +21,8 @@ class EndedNodes:
 
     _loading: dict[str, tuple[str, Indices]] = field(default_factory=dict)  # by node id
     _seen_alive: Collection[str] = ()
-    _ends: dict[int | None, set[tuple[str, str]]] = field(default_factory=dict)
+    _ended: dict[tuple[str, str], Indices] = field(default_factory=dict)  # by node id and process
+    _given_up: dict[int | None, list[str]] | None = None
 
     def apply_report(self, node_id: str, process: str, running: Indices) -> None:
         """Notes the running loads of a process: it lives, so the one before it has ended.
@@ -32,8 +33,8 @@ class EndedNodes:
         before, indices = self._loading.get(node_id, (process, frozenset[int | None]()))
         if before != process:
             self._note_end(node_id, before, indices)
-        for ends in self._ends.values():
-            ends.discard((node_id, process))  # it was silent, and is back
+        if self._ended.pop((node_id, process), None):  # it was silent, and is back
+            self._given_up = None
         self._loading[node_id] = process, running
 
     def note_asked(self, node_id: str, asked: Indices) -> None:
@@ -56,15 +57,18 @@ class EndedNodes:
         return bool(lost)
 
     def _note_end(self, node_id: str, process: str, indices: Indices) -> None:
-        for index in indices:
-            self._ends.setdefault(index, set()).add((node_id, process))
+        if indices:
+            self._ended[node_id, process] = (
+                self._ended.get((node_id, process), frozenset()) | indices
+            )
+            self._given_up = None
 
     def given_up(self) -> dict[int | None, list[str]]:
         """The shards that are given to no further node, each with the nodes that ended."""
-        if not self._ends:
-            return {}
-        return {
-            index: sorted(node_id for node_id, _ in ends)
-            for index, ends in self._ends.items()
-            if len(ends) >= _MOST_ENDS
-        }
+        if self._given_up is None:
+            ends: dict[int | None, list[str]] = {}
+            for (node_id, _), indices in sorted(self._ended.items()):
+                for index in indices:
+                    ends.setdefault(index, []).append(node_id)
+            self._given_up = {i: nodes for i, nodes in ends.items() if len(nodes) >= _MOST_ENDS}
+        return self._given_up

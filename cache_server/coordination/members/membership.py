@@ -25,6 +25,7 @@ MAX_HEARTBEAT_BYTES = 32 * 1024 * 1024  # about 300,000 shards
 _SETTLE_S = 60.0  # longer than a node takes to restart
 _HEARTBEATS_PER_S = 200  # of all nodes: about a tenth of a core
 _HEARTBEATS_PER_TIMEOUT = 2.5
+_SUSPECT_TIMEOUTS = 0.5  # longer than between two heartbeats
 _FORGET_TIMEOUTS = 60  # a member that is silent for this many node timeouts is removed
 
 
@@ -98,6 +99,8 @@ class Membership:
         heard: how many heartbeats were taken.
         waiting_since: when the oldest report came that waits to be taken; infinite if none waits.
             The time since then counts for no node as silence: its report may be behind that one.
+        unread_at: when the last report came that was never read: its sender gave up waiting. It
+            may be of any node, so no node that answered then was silent before.
     """
 
     def __init__(self, catalogue: Catalogue, timeout_s: float, clock: Callable[[], float]) -> None:
@@ -105,12 +108,18 @@ class Membership:
         self._timeout_s = timeout_s
         self._clock = clock
         self.waiting_since: Callable[[], float] = lambda: math.inf
+        self.unread_at: Callable[[], float] = lambda: -math.inf
+        self._unread_at = -math.inf
+        zones = catalogue.read_zones()
         self._members = {  # in the order of their last reports
-            node_id: Member(pb.Node(id=node_id), clock()) for node_id in catalogue.read_members()
+            node_id: Member(pb.Node(id=node_id, zone=zones.get(node_id, "")), clock())
+            for node_id in catalogue.read_members()
         }
         self.heard = 0
         self._unwritten = False
         self._names: tuple[str, ...] | None = None
+        self._zones: dict[str, str] | None = None
+        self._written_zones: Mapping[str, str] = zones
         self._back_at = -math.inf  # the last return of a lost node
         self._alive: frozenset[str] = frozenset()
         self._alive_until = -math.inf
@@ -126,8 +135,16 @@ class Membership:
             self._names = tuple(sorted(self._members))
         return self._names
 
+    def zones(self) -> Mapping[str, str]:
+        """The zones of members that have one; the same object until one has another."""
+        if self._zones is None:
+            members = sorted(self._members.items())
+            self._zones = {node_id: m.node.zone for node_id, m in members if m.node.zone}
+        return self._zones
+
     def alive(self) -> frozenset[str]:
         """The ids of the members that answer and are trusted; the same object until they change."""
+        self._take_unread()
         if self._heard_until() > self._alive_until:
             seen = {
                 node_id: member.last_seen
@@ -142,10 +159,17 @@ class Membership:
     def interval_s(self, wanted_s: float) -> float:
         """The time between two heartbeats of a node, longer with many nodes.
 
-        A node that misses one heartbeat is not lost.
+        A node that misses one heartbeat is not lost. While one is about to be lost, the others come
+        more often, so that they soon hear of its shards.
         """
         longest_s = self._timeout_s / _HEARTBEATS_PER_TIMEOUT
+        if self._is_one_about_to_be_lost():
+            longest_s /= 2
         return max(wanted_s, min(longest_s, len(self._members) / _HEARTBEATS_PER_S))
+
+    def _is_one_about_to_be_lost(self) -> bool:
+        silent = self._silent_for(_SUSPECT_TIMEOUTS * self._timeout_s)
+        return any(self._answers(self._members[node_id]) for node_id in silent)
 
     def distrust(self, node_id: str, reason: str) -> None:
         """Ignores the reports of a node until its process changes."""
@@ -158,6 +182,14 @@ class Membership:
     def _heard_until(self) -> float:
         """The moment until which all reports that came were taken."""
         return min(self._clock(), self.waiting_since())
+
+    def _take_unread(self) -> None:
+        if (came_at := self.unread_at()) <= self._unread_at:
+            return
+        self._unread_at = came_at
+        for node_id in self._alive & self._members.keys():
+            member = self._members[node_id]
+            member.last_seen = max(member.last_seen, came_at)
 
     def _answers(self, member: Member) -> bool:
         return member.last_seen >= self._heard_until() - self._timeout_s
@@ -237,8 +269,10 @@ class Membership:
             PermissionDeniedError: another principal reported for this id.
         """
         node_id = request.node.id
-        keys = _checked_keys(request)
         known = self._members.get(node_id)
+        if known is None or known.node != request.node:
+            _check_node(request.node)
+        keys = _checked_keys(request)
         if (
             known is not None
             and not is_own
@@ -301,6 +335,8 @@ class Membership:
             logger.info("members id=%s joined=%s gone=%s", node_id, joined, gone)
             self._names = None
             self._unwritten = member.has_news = member.is_placed_anew = True
+        if joined or gone or known is None or known.node.zone != member.node.zone:
+            self._zones, self._unwritten = None, True
         if self._unwritten:
             self._write()
         return member
@@ -316,7 +352,7 @@ class Membership:
             )
         logger.info("member gives its place id=%s to=%s", longest_silent, node_id)
         del self._members[longest_silent]
-        self._names = None
+        self._names = self._zones = None
 
     def _require_place_of_host(self, node_id: str, host: str) -> None:
         others = (m for m in self._members.values() if self._answers(m) and m.node.id != node_id)
@@ -354,6 +390,9 @@ class Membership:
 
     def _write(self) -> None:
         try:
+            if self.zones() != self._written_zones:
+                self._catalogue.write_zones(self.zones())
+                self._written_zones = self.zones()
             self._catalogue.write_members(self._members)
             self._unwritten = False
         except OSError as error:  # matters only after a restart; tried again at each heartbeat
@@ -361,7 +400,7 @@ class Membership:
 
 
 def _checked_keys(request: pb.HeartbeatRequest) -> list[VersionKey]:
-    """The versions of a report, after a check of its names and its size.
+    """The versions of a report, after a check of their names and its size.
 
     Raises:
         InvalidTicketError: quotes the bad value.
@@ -371,17 +410,25 @@ def _checked_keys(request: pb.HeartbeatRequest) -> list[VersionKey]:
         raise InvalidTicketError(
             f"a heartbeat has at most {MAX_HEARTBEAT_BYTES} bytes, got {num_bytes}"
         )
-    node = request.node
+    return [
+        checked_names.version_key(actual.dataset, actual.fingerprint) for actual in request.datasets
+    ]
+
+
+def _check_node(node: pb.Node) -> None:
+    """Checks what a node says of itself.
+
+    Raises:
+        InvalidTicketError: quotes the bad value.
+    """
     checked_names.token(node.id, "node id")
+    checked_names.zone(node.zone)
     if node.flight_location:
         checked_names.location(node.flight_location)
     if node.control_location:
         checked_names.address(node.control_location)
     if node.cache_dir and not PurePath(node.cache_dir).is_absolute():
         raise InvalidTicketError(f"not an absolute cache_dir: {node.cache_dir[:200]!r}")
-    return [
-        checked_names.version_key(actual.dataset, actual.fingerprint) for actual in request.datasets
-    ]
 
 
 def _check_shards(request: pb.HeartbeatRequest) -> None:

@@ -5,7 +5,8 @@ The source was pinned before; no data is read.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 
 from cache_protocol.storage.layout import Layout
 from cache_protocol.v1 import cache_pb2 as pb
@@ -13,6 +14,7 @@ from cache_server.coordination.members.placement import bytes_by_node, nodes_nee
 from cache_server.plan.pinned_version import OpenPlan, PinnedVersion
 from cache_server.plan.shard_plan import load_memory_bytes, max_rows
 
+_NO_ZONES: Mapping[str, str] = {}
 _FEWEST_RATED_BYTES = 16 * 1024 * 1024  # in a smaller load, most time is not reading
 
 
@@ -47,6 +49,7 @@ def forecast(
     memory_limit_bytes: int,
     node_bytes_per_s: float = 0.0,
     reused: Collection[int] = (),
+    zones: Mapping[str, str] = _NO_ZONES,
 ) -> pb.LoadForecast:
     """The forecast of a planned load.
 
@@ -55,6 +58,7 @@ def forecast(
         memory_limit_bytes: of each node; 0 for none.
         node_bytes_per_s: see `LoadRate`.
         reused: the shards that the cache has already.
+        zones: of the nodes that have one.
     """
     version = planned.version
     result = pb.LoadForecast(
@@ -68,6 +72,7 @@ def forecast(
         makes_rows=version.shards is not None and not planned.query.only_drops_rows,
         guessed_columns=version.unsized_columns,
         load_memory_bytes=_load_memory_bytes(version),
+        zones=Counter(zones.get(node_id) or node_id for node_id in node_ids) if zones else None,
     )
     for number, table in enumerate(version.tables):
         splits = planned.table_splits[table.name]
@@ -95,7 +100,7 @@ def forecast(
     result.num_bytes = sum(sizes)
     result.num_shards = len(sizes)
     result.largest_shard_bytes = max(sizes, default=0)
-    result.node_bytes.extend(_node_bytes(version, node_ids))
+    result.node_bytes.extend(_node_bytes(version, node_ids, zones))
     if not (result.makes_rows or version.unsized_columns):
         result.nodes_needed = nodes_needed(sizes, version.spec.replicas, memory_limit_bytes)
     fits = max(result.node_bytes, default=0) <= memory_limit_bytes
@@ -132,9 +137,13 @@ def _load_memory_bytes(version: PinnedVersion) -> int:
     return max((load_memory_bytes(splits, whole, placed) for splits in loads), default=0)
 
 
-def _node_bytes(version: PinnedVersion, node_ids: Sequence[str]) -> list[int]:
+def _node_bytes(
+    version: PinnedVersion, node_ids: Sequence[str], zones: Mapping[str, str]
+) -> list[int]:
     """Bytes of all replicas on each node, in the order of ``node_ids``."""
     shards = version.shards or ()
-    placement = place(version.key.fingerprint, len(shards), node_ids, version.spec.replicas)
+    placement = place(
+        version.key.fingerprint, len(shards), node_ids, version.spec.replicas, zones=zones
+    )
     totals = bytes_by_node(placement, [shard.estimated_bytes for shard in shards])
     return [totals.get(node_id, 0) for node_id in node_ids]

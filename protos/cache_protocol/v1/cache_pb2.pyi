@@ -681,6 +681,7 @@ class Node(google.protobuf.message.Message):
     LEAVING_FIELD_NUMBER: builtins.int
     PROTOCOL_FIELD_NUMBER: builtins.int
     FUNCTIONS_FIELD_NUMBER: builtins.int
+    ZONE_FIELD_NUMBER: builtins.int
     id: builtins.str
     flight_location: builtins.str
     """grpc://host:port"""
@@ -704,6 +705,8 @@ class Node(google.protobuf.message.Message):
     """set by a node that ends soon: its shards are moved away"""
     protocol: builtins.int
     """that the node speaks; 0: of a release that does not tell"""
+    zone: builtins.str
+    """a failure domain, such as a zone of a cloud; empty: unknown"""
     @property
     def drain(self) -> Global___Drain:
         """set by the coordinator while it moves the shards of the node away"""
@@ -731,9 +734,10 @@ class Node(google.protobuf.message.Message):
         leaving: builtins.bool = ...,
         protocol: builtins.int = ...,
         functions: collections.abc.Iterable[Global___NodeFunction] | None = ...,
+        zone: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["drain", b"drain"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["alive", b"alive", "cache_dir", b"cache_dir", "control_location", b"control_location", "drain", b"drain", "flight_location", b"flight_location", "functions", b"functions", "id", b"id", "leaving", b"leaving", "memory_limit_bytes", b"memory_limit_bytes", "name", b"name", "process", b"process", "protocol", b"protocol", "stored_bytes", b"stored_bytes", "stored_shards", b"stored_shards", "untrusted", b"untrusted", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["alive", b"alive", "cache_dir", b"cache_dir", "control_location", b"control_location", "drain", b"drain", "flight_location", b"flight_location", "functions", b"functions", "id", b"id", "leaving", b"leaving", "memory_limit_bytes", b"memory_limit_bytes", "name", b"name", "process", b"process", "protocol", b"protocol", "stored_bytes", b"stored_bytes", "stored_shards", b"stored_shards", "untrusted", b"untrusted", "version", b"version", "zone", b"zone"]) -> None: ...
 
 Global___Node: typing_extensions.TypeAlias = Node
 
@@ -881,12 +885,29 @@ class ReadPlan(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    @typing.final
+    class ZonesEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.str
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.str = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
     DATASET_FIELD_NUMBER: builtins.int
     FINGERPRINT_FIELD_NUMBER: builtins.int
     LEASE_S_FIELD_NUMBER: builtins.int
     LOG_FIELD_NUMBER: builtins.int
     PROTOCOL_FIELD_NUMBER: builtins.int
     FULL_NAME_FIELD_NUMBER: builtins.int
+    ZONES_FIELD_NUMBER: builtins.int
     dataset: builtins.str
     fingerprint: builtins.str
     lease_s: builtins.float
@@ -899,6 +920,10 @@ class ReadPlan(google.protobuf.message.Message):
     def log(self) -> Global___LoadLog:
         """if known_groups was asked"""
 
+    @property
+    def zones(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
+        """node id -> zone, of nodes that have one"""
+
     def __init__(
         self,
         *,
@@ -908,9 +933,10 @@ class ReadPlan(google.protobuf.message.Message):
         log: Global___LoadLog | None = ...,
         protocol: builtins.int = ...,
         full_name: builtins.str = ...,
+        zones: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["log", b"log"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["dataset", b"dataset", "fingerprint", b"fingerprint", "full_name", b"full_name", "lease_s", b"lease_s", "log", b"log", "protocol", b"protocol"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["dataset", b"dataset", "fingerprint", b"fingerprint", "full_name", b"full_name", "lease_s", b"lease_s", "log", b"log", "protocol", b"protocol", "zones", b"zones"]) -> None: ...
 
 Global___ReadPlan: typing_extensions.TypeAlias = ReadPlan
 
@@ -1284,6 +1310,22 @@ class LoadForecast(google.protobuf.message.Message):
         ) -> None: ...
         def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
 
+    @typing.final
+    class ZonesEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.int
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.int = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
     SPEC_FIELD_NUMBER: builtins.int
     FINGERPRINT_FIELD_NUMBER: builtins.int
     SCHEMA_FIELD_NUMBER: builtins.int
@@ -1309,6 +1351,7 @@ class LoadForecast(google.protobuf.message.Message):
     EVICTS_FIELD_NUMBER: builtins.int
     EVICTS_DATASETS_FIELD_NUMBER: builtins.int
     EVICTS_BYTES_FIELD_NUMBER: builtins.int
+    ZONES_FIELD_NUMBER: builtins.int
     fingerprint: builtins.str
     schema: builtins.bytes
     """of the logical columns"""
@@ -1365,6 +1408,10 @@ class LoadForecast(google.protobuf.message.Message):
     def evicts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """datasets that it would evict, of those that the caller sees"""
 
+    @property
+    def zones(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
+        """zone, or a node without one -> nodes; empty: no node has one"""
+
     def __init__(
         self,
         *,
@@ -1393,9 +1440,10 @@ class LoadForecast(google.protobuf.message.Message):
         evicts: collections.abc.Iterable[builtins.str] | None = ...,
         evicts_datasets: builtins.int = ...,
         evicts_bytes: builtins.int = ...,
+        zones: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_load_s", b"_load_s", "_num_rows", b"_num_rows", "load_s", b"load_s", "num_rows", b"num_rows", "spec", b"spec"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_load_s", b"_load_s", "_num_rows", b"_num_rows", "evicts", b"evicts", "evicts_bytes", b"evicts_bytes", "evicts_datasets", b"evicts_datasets", "fingerprint", b"fingerprint", "guessed_columns", b"guessed_columns", "largest_shard_bytes", b"largest_shard_bytes", "load_memory_bytes", b"load_memory_bytes", "load_s", b"load_s", "makes_rows", b"makes_rows", "memory_limit_bytes", b"memory_limit_bytes", "node_bytes", b"node_bytes", "nodes_needed", b"nodes_needed", "nulls", b"nulls", "num_bytes", b"num_bytes", "num_rows", b"num_rows", "num_shards", b"num_shards", "ordered", b"ordered", "refusal", b"refusal", "rows_exact", b"rows_exact", "schema", b"schema", "shards_reused", b"shards_reused", "spec", b"spec", "tables", b"tables", "whole", b"whole", "why", b"why"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_load_s", b"_load_s", "_num_rows", b"_num_rows", "evicts", b"evicts", "evicts_bytes", b"evicts_bytes", "evicts_datasets", b"evicts_datasets", "fingerprint", b"fingerprint", "guessed_columns", b"guessed_columns", "largest_shard_bytes", b"largest_shard_bytes", "load_memory_bytes", b"load_memory_bytes", "load_s", b"load_s", "makes_rows", b"makes_rows", "memory_limit_bytes", b"memory_limit_bytes", "node_bytes", b"node_bytes", "nodes_needed", b"nodes_needed", "nulls", b"nulls", "num_bytes", b"num_bytes", "num_rows", b"num_rows", "num_shards", b"num_shards", "ordered", b"ordered", "refusal", b"refusal", "rows_exact", b"rows_exact", "schema", b"schema", "shards_reused", b"shards_reused", "spec", b"spec", "tables", b"tables", "whole", b"whole", "why", b"why", "zones", b"zones"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_load_s", b"_load_s"]) -> typing.Literal["load_s"] | None: ...
     @typing.overload

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 
 from cache_protocol.errors import ConfigError
-from cache_protocol.wire import protocol_version, tracing
+from cache_protocol.wire import protocol_version, tracing, zones
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +30,7 @@ _VARIABLES = {
     "tls_ca": "CACHE_TLS_CA",
     "tls_cert": "CACHE_TLS_CERT",
     "tls_key": "CACHE_TLS_KEY",
+    "zone": zones.VARIABLE,
 }
 _LOOPBACK = re.compile(r"(?:grpc(?:\+tcp)?://)?(?:127\.0\.0\.1|localhost):(\d+)/?")
 
@@ -101,9 +102,10 @@ class Credentials:
         token_file: of a token instead; read again when it changes.
         tls_ca: file of the certificates that sign those of the nodes; None: those of the system.
         tls_cert, tls_key: files of the certificate that this process shows; both or neither.
+        zone: in which this process is; None: it is not known.
 
     Raises:
-        ConfigError: a file cannot be read, or two settings exclude each other.
+        ConfigError: a file cannot be read, two settings exclude each other, or the zone is no name.
     """
 
     token: str | None = field(default=None, repr=False)
@@ -111,6 +113,7 @@ class Credentials:
     tls_ca: str | None = None
     tls_cert: str | None = None
     tls_key: str | None = None
+    zone: str | None = None
 
     def __post_init__(self) -> None:
         if self.token is not None and self.token_file is not None:
@@ -122,6 +125,8 @@ class Credentials:
                 _parse_token(self.token)
             except ValueError as error:
                 raise ConfigError(f"token: {error}") from None
+        if self.zone is not None and not zones.is_zone(self.zone):
+            raise ConfigError(f"{zones.VARIABLE} must be {zones.RULE}, got {self.zone[:200]!r}")
         self.current_token()
         self.tls_files()
 
@@ -135,8 +140,13 @@ class Credentials:
         return self.token if self.token_file is None else _token_file(self.token_file).value()
 
     def headers(self) -> tuple[tuple[str, str], ...]:
-        """The headers of a call: the version of the protocol, the token, and the current span."""
-        return (protocol_version.header(), *self.authorization(), *tracing.headers())
+        """The headers of a call: the version of the protocol, the token, the zone, the span."""
+        return (
+            protocol_version.header(),
+            *self.authorization(),
+            *zones.header(self.zone),
+            *tracing.headers(),
+        )
 
     def authorization(self) -> tuple[tuple[str, str], ...]:
         """The header of the token; none without a token."""

@@ -334,6 +334,7 @@ def _field(path: str, pod: Pod, where: str) -> str:
         f"metadata.labels['{JOBSET_LABEL}jobset-name']": pod.jobset,
         f"metadata.annotations['{COMPLETION_INDEX}']": str(pod.index),
         "status.podIP": pod.address,
+        "metadata.labels['topology.kubernetes.io/zone']": "",  # as of a machine without a zone
     }
     if path not in known:
         raise UnsupportedFieldError(f"run-local does not support {where}: fieldPath={path!r}")

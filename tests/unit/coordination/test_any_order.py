@@ -192,7 +192,7 @@ class AnyOrder(RuleBasedStateMachine):
                 view._holders,
                 shard_holders.ShardHolders(version, self.coordinator.state.checks),
             )
-            found.update({node_id: report.actual for node_id, report in kept.reports.items()})
+            found.update(kept.reports.keys(), view.last_report, None)
             assert kept.reports.keys() == self.coordinator.state.membership.alive()
             for what in ("saying", "holding", "serving", "reports"):
                 assert getattr(kept, what) == getattr(found, what), what

@@ -207,6 +207,11 @@ def test_members_are_kept_by_name(tmp_path: Path, catalogue: Catalogue) -> None:
     assert catalogue.read_members() == ["node-c"]
 
 
+def test_zones_of_members_are_kept(tmp_path: Path, catalogue: Catalogue) -> None:
+    catalogue.write_zones({"node-b": "eu-1b", "node-a": "eu-1a"})
+    assert Catalogue(tmp_path / "cache").read_zones() == {"node-a": "eu-1a", "node-b": "eu-1b"}
+
+
 def test_the_files_are_json_for_people(
     tmp_path: Path, catalogue: Catalogue, plan: PinnedVersion
 ) -> None:

@@ -9,9 +9,11 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -24,6 +26,7 @@ from cache_server.coordination.catalogue import Catalogue
 from cache_server.coordination.coordinator import Coordinator
 from cache_server.node import coordinator_link
 from cache_server.node.coordinator_link import RemoteCoordinator
+from cache_server.rpc import control_service
 from cache_server.rpc.control_service import ControlService
 from tests.answering_control import answering_control
 from tests.waiting import wait_until
@@ -82,12 +85,18 @@ def coordinator(tmp_path: Path) -> Coordinator:
     )
 
 
-@pytest.fixture
-def control(coordinator: Coordinator) -> Iterator[ControlService]:
+@contextmanager
+def served(coordinator: Coordinator) -> Iterator[ControlService]:
     service = ControlService("127.0.0.1", 0)
     service.start(lambda: coordinator)
     yield service
     service.stop(0.0)
+
+
+@pytest.fixture
+def control(coordinator: Coordinator) -> Iterator[ControlService]:
+    with served(coordinator) as service:
+        yield service
 
 
 @pytest.fixture
@@ -186,6 +195,32 @@ def test_no_node_counts_as_silent_while_reports_wait_to_be_taken(
                 assert before < membership.waiting_since() < time.monotonic()
             reported.result()
         wait_until(lambda: membership.waiting_since() == math.inf, WAIT_S, "it was taken")
+
+
+def test_a_report_whose_node_gave_up_before_it_was_read_is_noted(
+    coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch, beat: pb.HeartbeatRequest
+) -> None:
+    monkeypatch.setattr(control_service, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(control_service, "_HEARTBEAT_THREADS", 1)
+    membership = coordinator.state.membership
+    with (
+        served(coordinator) as control,
+        RemoteCoordinator(f"127.0.0.1:{control.port}") as link,
+        grpc.insecure_channel(f"127.0.0.1:{control.port}") as channel,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        link.heartbeat(beat)
+        wait_until(lambda: membership.waiting_since() == math.inf, WAIT_S, "it was taken")
+        begun = time.monotonic()
+        with coordinator.state.changed:  # as while it places shards
+            reported = pool.submit(link.heartbeat, beat)
+            wait_until(lambda: membership.waiting_since() < math.inf, WAIT_S, "a report waits")
+            with pytest.raises(grpc.RpcError, match="DEADLINE_EXCEEDED"):
+                channel.unary_unary("/cache.v1.Coordinator/Heartbeat")(b"", timeout=0.2)
+        reported.result()
+        wait_until(lambda: membership.unread_at() > begun, WAIT_S, "it was noted")
+        assert membership.alive() == {beat.node.id}
+        assert membership.members[beat.node.id].last_seen >= membership.unread_at()
 
 
 def test_a_node_acts_on_no_answer_of_a_coordinator_that_is_too_old(

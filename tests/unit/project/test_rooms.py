@@ -58,6 +58,7 @@ PURE_MODULES = (
     "protos/cache_protocol/cli/facts.py",
     "protos/cache_protocol/storage/column_stats.py",
     "protos/cache_protocol/storage/decimals.py",
+    "protos/cache_protocol/wire/zones.py",
     "cache_server/source/listings.py",
     "cache_server/coordination/members/ended_nodes.py",
     "cache_server/coordination/holdings/holder_checks.py",

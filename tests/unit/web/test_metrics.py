@@ -60,6 +60,23 @@ def test_a_node_tells_its_memory_its_shards_and_the_sums_of_what_it_served() -> 
     }
 
 
+def test_a_node_counts_bytes_between_zones_where_both_are_known() -> None:
+    traffic, read = Traffic("a"), Read("trips", "exchange")
+    for zone in ("a", "b", "b", ""):
+        traffic.count(read, rows=1, num_bytes=10, to_zone=zone)
+    traffic.count_received(7, "b")
+    traffic.count_received(5, "")
+    for number in range(100):  # callers name their zones
+        traffic.count(read, rows=1, num_bytes=1, to_zone=f"z{number}")
+
+    found = samples(status(counts=traffic.counts({"trips"})))
+
+    ways = {key[1:]: value for key, value in found.items() if "zone" in key[0]}
+    assert (ways["a", "a"], ways["a", "b"], ways["b", "a"]) == (10, 20, 7)
+    assert len(ways) == 65 and ways["a", "other"] == 100 - 61
+    assert not [key for key in samples(status()) if "zone" in key[0]]
+
+
 def test_a_node_without_a_limit_has_no_such_metric_and_one_that_is_not_ready_says_0() -> None:
     found = samples(status(node=pb.Node(), ready=False))
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pyarrow as pa
 from hypothesis import given, settings
@@ -96,3 +98,23 @@ def test_more_shards_than_sixteen_bits_are_grouped_by_node_all_the_same() -> Non
         assert part.positions is not None
         assert (ids[part.positions] == part.row_ids).all()
     assert sum(len(part.row_ids) for part in parts) == len(ids)
+
+
+@given(data=st.data())
+def test_a_reader_asks_nodes_of_its_zone_unless_all_of_them_failed(data: st.DataObject) -> None:
+    zones = data.draw(st.lists(st.sampled_from(["", "a", "b"]), min_size=1, max_size=5))
+    nodes = st.integers(0, len(zones) - 1)
+    homes = st.lists(nodes, min_size=1, unique=True).map(tuple)
+    shards = shard_map(data.draw(st.lists(homes, min_size=1, max_size=12)), len(zones))
+    refs = [replace(node, zone=zone) for node, zone in zip(shards.nodes, zones, strict=True)]
+    shards = replace(shards, nodes=tuple(refs))
+    avoid = data.draw(st.sets(nodes))
+    router = routing.Router(shards, data.draw(st.integers(0, 3)), avoid, zone="a")
+
+    for shard, held in enumerate(shards.replicas):
+        (part,) = router.route(np.array([shard * SHARD_ROWS]))
+        near = [at for at in held if zones[at] == "a" and at not in avoid]
+        far = [at for at in held if at not in avoid]
+        assert part.node in {shards.nodes[at] for at in near or far or held}
+        if not far and any(zones[at] == "a" for at in held):
+            assert part.node is not None and part.node.zone == "a"

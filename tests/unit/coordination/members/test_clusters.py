@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,24 @@ def test_the_time_in_which_reports_wait_counts_for_no_node_as_silence(
 
     assert clusters.look().alive == {"one"}
     came_at += 2.0  # that one was taken, the next waits
+    assert clusters.look().alive == frozenset()
+
+
+def test_a_node_whose_report_nobody_read_in_time_was_not_silent_before_it(
+    coordinator: Coordinator, clusters: Clusters, clock: Clock
+) -> None:
+    gone, late = FakeNode(coordinator, "gone"), FakeNode(coordinator, "late")
+    gone.beat()
+    clock.now += TIMEOUT_S + 1.0
+    late.beat()
+    assert clusters.look().alive == {"late"}
+    # Its next report waits until the node gives up, and so may the one after.
+    came_at = clock.now + TIMEOUT_S / 2
+    coordinator.watch_backlog(lambda: math.inf, lambda: came_at)
+    clock.now = came_at + TIMEOUT_S
+
+    assert clusters.look().alive == {"late"}  # and not the one that was lost before
+    clock.now += 1.0
     assert clusters.look().alive == frozenset()
 
 

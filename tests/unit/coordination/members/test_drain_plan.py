@@ -40,6 +40,17 @@ def test_shards_go_where_they_are_placed_and_else_where_most_room_is(
     assert plan_drain(shards, room) == DrainPlan({KEY: moves} if moves else {})
 
 
+def test_a_shard_that_does_not_fit_at_its_home_goes_to_another_zone_than_its_replica() -> None:
+    shards = [shard(0, 10, "a1", "b1", held="a1")]
+    zones = {"a1": "a", "a2": "a", "b1": "b", "b2": "b"}
+
+    for room, home in (
+        ({"a1": 0, "a2": 99, "b1": 9, "b2": 10}, "b2"),
+        ({"a1": 0, "a2": 99, "b1": 9, "b2": 9}, "a2"),  # one zone is better than none
+    ):
+        assert plan_drain(shards, dict(room), zones) == DrainPlan({KEY: {0: ("a1", home)}})
+
+
 @pytest.mark.parametrize(
     ("shards", "room", "words"),
     [

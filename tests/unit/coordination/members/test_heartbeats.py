@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,8 @@ from tests.fake_nodes import (
     shortened,
     spec,
 )
+
+WAIT_S = 60.0
 
 
 @pytest.fixture
@@ -155,7 +160,7 @@ def numbered(node: FakeNode, number: int, answer: int = 0) -> pb.HeartbeatReques
     return report
 
 
-def test_news_of_one_node_are_computed_for_all(
+def test_news_of_one_node_are_computed_for_it_and_not_for_those_that_have_what_they_should(
     coordinator: Coordinator, nodes: list[FakeNode], drawn: list[str]
 ) -> None:
     (sealed,) = nodes[0].sealed.values()
@@ -164,7 +169,7 @@ def test_news_of_one_node_are_computed_for_all(
     drawn.clear()
     for node in nodes:
         node.beat(load=())
-    assert drawn == [node.id for node in nodes]
+    assert drawn == ["one"]
     assert coordinator.get("table").state == pb.DATASET_STATE_LOADING
     settle(*nodes)
     assert coordinator.get("table").state == pb.DATASET_STATE_READY
@@ -180,3 +185,30 @@ def test_a_node_that_is_silent_is_found_lost_by_the_next_report_of_another(
     clock.now += TIMEOUT_S / 2 + 1
     assert nodes[0].beat(load=())["table"] > wanted
     assert drawn == ["one"]
+
+
+def test_no_node_waits_while_the_proof_of_another_is_written(
+    coordinator: Coordinator, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = FakeNode(coordinator, "one"), FakeNode(coordinator, "two")
+    begun, may_end, written = threading.Event(), threading.Event(), list[set[str]]()
+
+    def write(node_ids: Iterable[str]) -> None:
+        begun.set()
+        assert may_end.wait(WAIT_S)
+        written.append(set(node_ids))
+
+    monkeypatch.setattr(coordinator.state.catalogue, "write_proven", write)
+    for node in (one, two):
+        node.beat()
+    coordinator.create(spec(source))
+    for node in (one, two):
+        node.beat()  # it is told what to load, and loads it
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(one.beat)
+        assert begun.wait(WAIT_S)
+        two.beat()
+        assert not first.done()
+        may_end.set()
+        first.result()
+    assert written == [{"one"}, {"one", "two"}]

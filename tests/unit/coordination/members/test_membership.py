@@ -102,6 +102,28 @@ def test_nodes_report_less_often_as_they_get_more(tmp_path: Path, clock: Clock) 
     assert members.interval_s(60.0) == 60.0
 
 
+def test_nodes_report_more_often_while_one_of_them_is_about_to_be_lost(
+    tmp_path: Path, clock: Clock
+) -> None:
+    members = membership.Membership(Catalogue(tmp_path), TIMEOUT_S, clock)
+
+    def report(nodes: range) -> None:
+        for node in nodes:
+            request = pb.HeartbeatRequest(node=pb.Node(id=f"node-{node}"))
+            members.apply_heartbeat(request, "", is_own=False)
+
+    report(range(600))
+    clock.now += 3.0
+    report(range(1, 600))
+    assert members.interval_s(0.5) == 3.0
+    clock.now += 3.0
+    assert members.interval_s(0.5) == TIMEOUT_S / 5
+    report(range(1, 600))
+    clock.now += TIMEOUT_S - 5.9
+    assert "node-0" not in members.alive()
+    assert members.interval_s(0.5) == 3.0
+
+
 def test_a_lost_member_gives_its_place_to_a_new_node_and_a_live_one_does_not(
     coordinator: Coordinator, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:

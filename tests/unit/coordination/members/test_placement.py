@@ -92,6 +92,126 @@ def test_a_lost_node_moves_its_own_shards_only(
             assert new == old
 
 
+# -- zones ---------------------------------------------------------------------------------------
+
+
+@st.composite
+def zoned(draw: st.DrawFn) -> dict[str, str]:
+    """Nodes and their zones; some have none."""
+    names = draw(st.lists(st.sampled_from(["", "a", "b", "c", "d"]), min_size=1, max_size=9))
+    return {f"node-{i}": zone for i, zone in enumerate(names)}
+
+
+def zones_of(homes: Sequence[str], zones: Mapping[str, str]) -> Counter[str]:
+    return Counter(zones[node] or node for node in homes)
+
+
+@quick
+@given(fingerprints, counts, zoned(), replicas)
+def test_replicas_are_spread_evenly_over_as_many_zones_as_there_are(
+    fingerprint: str, num_shards: int, zones: dict[str, str], wanted: int
+) -> None:
+    sizes = zones_of(list(zones), zones)
+    copies = min(wanted, len(zones))
+    most = next(n for n in range(1, 10) if sum(min(n, s) for s in sizes.values()) >= copies)
+
+    placement = place(fingerprint, num_shards, zones, wanted, zones=zones)
+
+    for homes in placement:
+        used = zones_of(homes, zones)
+        assert len(homes) == len(set(homes)) == copies
+        assert len(used) == min(copies, len(sizes))
+        assert max(used.values()) <= most
+        for zone, size in sizes.items():
+            assert used[zone] >= min(most - 1, size)
+
+
+@quick
+@given(fingerprints, counts, zoned(), replicas)
+def test_no_node_gets_more_than_the_smallest_share_that_spreads_over_zones(
+    fingerprint: str, num_shards: int, zones: dict[str, str], wanted: int
+) -> None:
+    sizes = zones_of(list(zones), zones)
+    copies = min(wanted, len(zones))
+    most = next(n for n in range(1, 10) if sum(min(n, s) for s in sizes.values()) >= copies)
+
+    def holds(share: int) -> bool:
+        """Whether the zones hold all replicas with so many shards a node."""
+        few = {zone: num_shards * min(most - 1, size) for zone, size in sizes.items()}
+        if any(share * size < few[zone] for zone, size in sizes.items()):
+            return False
+        held = (min(share * size, num_shards * min(most, size)) for zone, size in sizes.items())
+        return sum(held) >= num_shards * copies
+
+    share = next(share for share in range(num_shards + 1) if holds(share))
+
+    placement = place(fingerprint, num_shards, zones, wanted, zones=zones)
+
+    assert max(loads(placement).values(), default=0) <= share
+
+
+@quick
+@given(fingerprints, counts, clusters, replicas)
+def test_nodes_that_are_all_in_one_zone_or_each_in_another_are_placed_as_without(
+    fingerprint: str, num_shards: int, nodes: list[str], wanted: int
+) -> None:
+    without = place(fingerprint, num_shards, nodes, wanted)
+
+    for zones in ({node: "a" for node in nodes}, {node: f"z{node}" for node in nodes}):
+        assert place(fingerprint, num_shards, nodes, wanted, zones=zones) == without
+
+
+@quick
+@given(fingerprints, counts, zoned(), replicas, st.data())
+def test_lost_nodes_move_their_own_shards_only_and_into_other_zones(
+    fingerprint: str, num_shards: int, zones: dict[str, str], wanted: int, data: st.DataObject
+) -> None:
+    lost = data.draw(st.sets(st.sampled_from(sorted(zones)), max_size=len(zones) - 1))
+    alive = zones.keys() - lost
+
+    before = place(fingerprint, num_shards, zones, wanted, zones=zones)
+    after = place(fingerprint, num_shards, zones, wanted, alive=alive, zones=zones)
+
+    for old, new in zip(before, after, strict=True):
+        kept = [node for node in old if node in alive]
+        assert list(new[: len(kept)]) == kept
+        assert len(new) == len(set(new)) == min(wanted, len(alive))
+        free = zones_of(sorted(alive), zones).keys() - zones_of(kept, zones).keys()
+        fresh = len(zones_of(new, zones)) - len(zones_of(kept, zones))
+        assert fresh == min(len(new) - len(kept), len(free))
+
+
+@quick
+@given(fingerprints, st.integers(1, 40), zoned(), replicas, st.data())
+def test_shards_of_an_earlier_version_stay_where_the_zones_allow_it(
+    fingerprint: str, num_shards: int, zones: dict[str, str], wanted: int, data: st.DataObject
+) -> None:
+    before = place("another", num_shards, zones, wanted, zones=zones)
+    kept = data.draw(st.lists(st.booleans(), min_size=num_shards, max_size=num_shards))
+    there = [homes if keeps else () for homes, keeps in zip(before, kept, strict=True)]
+
+    after = place(fingerprint, num_shards, zones, wanted, wanted=there, zones=zones)
+
+    sizes = zones_of(list(zones), zones)
+    for homes in after:
+        assert len(zones_of(homes, zones)) == min(wanted, len(zones), len(sizes))
+    if all(kept):
+        assert [set(homes) for homes in after] == [set(homes) for homes in before]
+
+
+def test_a_node_that_joins_a_zone_takes_shards_of_its_zone_only() -> None:
+    zones = {"a1": "a", "a2": "a", "b1": "b", "b2": "b"}
+
+    before = place("f", 300, zones, 2, zones=zones)
+    after = place("f", 300, [*zones, "b3"], 2, zones={**zones, "b3": "b"})
+
+    assert [homes.count("a1") for homes in before] == [homes.count("a1") for homes in after]
+    assert [loads(after)[f"b{i}"] for i in (1, 2, 3)] == [100, 100, 100]
+
+
+# -- lost nodes ----------------------------------------------------------------------------------
+
+
 def test_the_shards_of_a_lost_node_are_spread_over_the_others() -> None:
     nodes = [f"node-{i}" for i in range(5)]
     before = place("f", 500, nodes, 1)
