@@ -5,16 +5,14 @@
     dataset_goes_with(optimizer, name)
 
 Trials load the dataset, and none of them may drop it: others read it. So a Job that the study owns
-holds it. The Job loads and pins the dataset, and drops it when it is told to end. Kubernetes ends
-it with the study: ``optimizer.delete_job(name)``.
+holds it. The Job loads and pins the dataset, and drops it at SIGTERM, which its pod gets when the
+study is deleted: ``optimizer.delete_job(name)``.
 """
 
 from __future__ import annotations
 
 import copy
 from typing import Any
-
-from kubernetes import client
 
 from cache_protocol.datasets.job_settings import spec_from_env
 from cache_protocol.errors import ConfigError
@@ -49,7 +47,7 @@ def dataset_goes_with(optimizer: Any, name: str) -> str:
     api, namespace = backend.custom_api, backend.namespace
     study = api.get_namespaced_custom_object(*_EXPERIMENTS, namespace, "experiments", name)
     made = holder(study, runtime_of(backend, _trial(study)["runtimeRef"]["name"]))
-    client.BatchV1Api(api.api_client).create_namespaced_job(namespace, made)
+    api.create_namespaced_custom_object("batch", "v1", namespace, "jobs", made)
     return str(made["metadata"]["name"])
 
 
