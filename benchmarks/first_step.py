@@ -26,7 +26,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import grpc
 import yaml
@@ -157,8 +157,8 @@ def probe_delay_s(live: Sequence[float], ready: Sequence[float], tree: Path) -> 
     runtime = yaml.safe_load((tree / RUNTIME).read_text())
     job = runtime["spec"]["template"]["spec"]["replicatedJobs"][0]
     pod = job["template"]["spec"]["template"]["spec"]
-    period_s = pod["containers"][0]["readinessProbe"]["periodSeconds"]
-    delays = []
+    period_s: float = pod["containers"][0]["readinessProbe"]["periodSeconds"]
+    delays: list[float] = []
     for phase in range(_PHASES_OF_PROBES):
         first_s = phase / _PHASES_OF_PROBES
         seen = []
@@ -199,11 +199,11 @@ def _lines(program: IO[str], count: int) -> Iterator[str]:
 def _until(port: int, service: str) -> float:
     """When a health service of a node answered first that it serves; monotonic seconds."""
     with grpc.insecure_channel(f"127.0.0.1:{port}", options=_OPTIONS) as channel:
-        check = health_pb2_grpc.HealthStub(channel).Check
+        stub: Any = health_pb2_grpc.HealthStub(channel)
         deadline = time.monotonic() + _LONGEST_S
         while time.monotonic() < deadline:
             try:
-                answer = check(health_pb2.HealthCheckRequest(service=service), timeout=5.0)
+                answer = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=5.0)
                 if answer.status == health_pb2.HealthCheckResponse.SERVING:
                     return time.monotonic()
             except grpc.RpcError:

@@ -71,12 +71,13 @@ def test_it_says_which_kinds_the_caller_may_not_read(server: ApiServer, tmp_path
 
 def test_it_reads_the_pod_group_that_a_waiting_pod_names(server: ApiServer, tmp_path: Path) -> None:
     store, owner = server.store, ""
-    for plural, thing in (
+    things: list[tuple[str, Json]] = [
         ("trainjobs", train_job("job")),
         ("jobsets", {"kind": "JobSet", "spec": {"replicatedJobs": []}}),
         ("jobs", {"kind": "Job", "spec": {"parallelism": 1}}),
         ("pods", {"kind": "Pod", "spec": {"schedulerName": "volcano"}, "status": {}}),
-    ):
+    ]
+    for plural, thing in things:
         metadata = {"name": "job", **thing.get("metadata", {})}
         metadata["labels"] = {"jobset.sigs.k8s.io/jobset-name": "job"}
         metadata["annotations"] = {"scheduling.k8s.io/group-name": "job"}
