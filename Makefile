@@ -58,7 +58,7 @@ floor: $(WITH)demo $(FLOOR_STAMP)  ## test the client with the lowest versions t
 		tests/floor tests/unit/client tests/unit/protocol
 
 e2e: $(WITH)frameworks  ## run TrainJobs on a cluster: KUBECONFIG=FILE or E2E_CONTROL_PLANE=DIR
-	E2E_KUBECONFIG="$(KUBECONFIG)" $(BIN)/pytest tests/e2e $(ARGS)
+	E2E_KUBECONFIG="$(KUBECONFIG)" $(BIN)/pytest tests/e2e $(if $(E2E_CONTROL_PLANE),-n 2 --dist loadfile) $(ARGS)
 
 soak: $(WITH)test  ## check every row while nodes die, freeze, rot and lie; 2 minutes, ARGS="--seed 1"
 	$(BIN)/python -m benchmarks.trials.soak $(ARGS)

@@ -56,6 +56,7 @@ RESOURCES = (
     Resource("coordination.k8s.io", "v1", "leases", "Lease"),
     Resource("jobset.x-k8s.io", "v1alpha2", "jobsets", "JobSet"),
     Resource("kubeflow.org", "v1beta1", "experiments", "Experiment"),
+    Resource("scheduling.volcano.sh", "v1beta1", "podgroups", "PodGroup"),
     Resource("trainer.kubeflow.org", "v1alpha1", "trainjobs", "TrainJob"),
     Resource("trainer.kubeflow.org", "v1alpha1", "trainingruntimes", "TrainingRuntime"),
     Resource(

@@ -35,6 +35,7 @@ class BrokenJob:
     jobs: dict[str, Json] = field(default_factory=dict)
     pods: list[Json] = field(default_factory=list)
     events: list[Json] = field(default_factory=list)
+    pod_groups: list[Json] = field(default_factory=list)
     logs: dict[str, str] = field(default_factory=dict)
 
     @classmethod
@@ -92,6 +93,24 @@ class BrokenJob:
             self.on("Pod", pod, "FailedScheduling", message)
         return self
 
+    def in_gang(self, mark: str, *, message: str = "", **status: Any) -> Self:
+        """Two waiting pods of a PodGroup, whose name a label or an annotation of them tells.
+
+        Args:
+            message: of their condition; empty: the scheduler has looked at the group only.
+        """
+        if message:
+            self.unscheduled(message)
+        else:
+            for _ in range(2):
+                self.pod()["spec"] = {"schedulerName": "other"}
+        for pod in self.pods[-2:]:
+            kind = "labels" if mark.startswith("scheduling.x-k8s.io") else "annotations"
+            pod["metadata"].setdefault(kind, {})[mark] = f"{self.name}-{self.uid}"
+        group = _thing(f"{self.name}-{self.uid}", f"{self.uid}-group", owner=self.uid)
+        self.pod_groups.append({**group, "status": status})
+        return self
+
     def exits(
         self, code: int, message: str = "", part: str = NODE, reason: str = "Error", log: str = ""
     ) -> Self:
@@ -126,6 +145,7 @@ class BrokenJob:
             jobs=[job for each in all_of for job in each.jobs.values()],
             pods=[pod for each in all_of for pod in each.pods],
             events=[event for each in all_of for event in each.events],
+            pod_groups=[group for each in all_of for group in each.pod_groups],
             logs={uid: log for each in all_of for uid, log in each.logs.items()},
             now=NOW,
         )

@@ -30,6 +30,7 @@ from cache_server.secrets import error_text
 logger = logging.getLogger(__name__)
 
 _CHECK_S = 0.5  # between two checks of the nodes and the dataset
+_JOINED_S = 0.05  # between two looks for nodes that join, at the start
 _WAITING_LOG_S = 10.0
 
 
@@ -139,7 +140,7 @@ class EnvironmentLoad:
             if now - logged_at >= _WAITING_LOG_S:
                 logged_at = now
                 logger.info("waiting for nodes joined=%d wanted=%d", len(joined), self._num_nodes)
-            if self._stop.wait(min(_CHECK_S, self._join_timeout_s)):
+            if self._stop.wait(min(_JOINED_S, self._join_timeout_s)):
                 return False
         return True
 

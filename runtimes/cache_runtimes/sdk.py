@@ -103,7 +103,7 @@ class _CacheOptions(RuntimePatch):  # type: ignore[misc]
             _give_view(trainer, self._view)
         if self._options.given():
             super().__call__({}, trainer, backend)  # checks the backend
-            job = checked_job(_runtime_of(backend, self._runtime), self._options)
+            job = checked_job(runtime_of(backend, self._runtime), self._options)
             self.training_runtime_spec = _annotated(job, self._options.annotations())
             super().__call__(job_spec, trainer, backend)
 
@@ -152,7 +152,7 @@ def _view_text(options: Mapping[str, Any]) -> str:
         ) from None
 
 
-def _runtime_of(backend: Any, name: str) -> Json:
+def runtime_of(backend: Any, name: str) -> Json:
     """The runtime as the cluster has it; one of the namespace comes first, as in the SDK."""
     api = backend.custom_api
     reads = (

@@ -23,6 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import psutil
 from kubernetes import client, config
 from kubernetes.dynamic import DynamicClient
 from kubernetes.dynamic.exceptions import ForbiddenError, NotFoundError
@@ -196,7 +197,8 @@ def control_plane(
     """
     (work / "plane").mkdir()
     (work / "plane/bin").symlink_to(programs or unpack(folder))
-    with _program([sys.executable, str(folder / "control_plane.py"), str(work / "plane")]) as plane:
+    command = [sys.executable, str(folder / "control_plane.py"), str(work / "plane")]
+    with _program(command) as plane, _killed_at_the_end(plane.pid):
         kubeconfig = Path(json.loads(_first_line(plane))["kubeconfig"])
         logs = work / "logs"
         root_ca = work / "plane/pki/apiserver.crt"
@@ -208,6 +210,14 @@ def control_plane(
         with _program(kubelet, PATH=path) as running:
             assert _first_line(running) == "kubelet: ready\n"
             yield Cluster(kubeconfig, storage_uri, logs)
+
+
+@contextmanager
+def _killed_at_the_end(pid: int) -> Iterator[None]:
+    """Kills what a process has started: an API server takes 17 s to end, and nothing is kept."""
+    yield
+    for child in psutil.Process(pid).children(recursive=True):
+        child.kill()
 
 
 @contextmanager

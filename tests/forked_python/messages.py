@@ -24,8 +24,14 @@ def send(server: socket.socket, request: list[Any], fds: list[int]) -> None:
 
 
 def receive(client: socket.socket) -> tuple[list[Any], list[int]]:
-    """What `send` has sent."""
+    """What `send` has sent.
+
+    Raises:
+        EOFError: the client ended before it had sent all.
+    """
     size, fds, _, _ = socket.recv_fds(client, _SIZE, _MAX_FDS)
+    if len(size) < _SIZE:
+        raise EOFError(f"{len(size)} of {_SIZE} bytes")
     return json.loads(_read(client, int.from_bytes(size, "big"))), fds
 
 

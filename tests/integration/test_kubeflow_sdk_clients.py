@@ -19,16 +19,19 @@ import pytest
 import yaml
 
 from cache_client import CacheClient, DatasetSpec
+from cache_protocol.errors import ConfigError
 from cache_runtimes import MANIFESTS
 from cache_runtimes.local import read_manifests, render
 from tests import forked_python
 from tests.conftest import write_numbered
 from tests.kubeflow_backend import NAMESPACE, TrainerCluster, import_sdk, trainer_cluster
 from tests.manifests import container_named, env_of, job_named, pod_of, read
+from tests.waiting import wait_until
 
 Json = dict[str, Any]
 
 FLAGSHIP = "torch-distributed-data-cache"
+SHARED = "torch-distributed-shared-data-cache"
 TORCHTUNE = "torchtune-qwen2.5-1.5b"
 
 
@@ -236,26 +239,79 @@ def fit(learning_rate: str) -> None:
     print(f"loss={1 / float(learning_rate)}")
 
 
-def test_trials_of_the_sdk_are_jobs_of_a_runtime_with_their_parameters(
-    trainer: TrainerCluster, tmp_path: Path
-) -> None:
+def study_of(trainer: TrainerCluster, runtime: str, uri: str) -> tuple[Any, str]:
+    """A client of the SDK, and the name of a study of two trials that it has created."""
     sdk = import_sdk()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         optimizer = importlib.import_module("kubeflow.optimizer")
     client = optimizer.OptimizerClient(config_of(trainer))
-    with closing(client.backend.custom_api.api_client):
-        name = client.optimize(
-            optimizer.TrainJobTemplate(
-                runtime="torch-distributed-shared-data-cache",
-                initializer=sdk.Initializer(
-                    dataset=sdk.S3DatasetInitializer(storage_uri="s3://warehouse/lineitem/")
-                ),
-                trainer=sdk.CustomTrainer(func=fit, num_nodes=2, resources_per_node={"cpu": 1}),
-            ),
-            search_space={"learning_rate": optimizer.Search.loguniform(0.001, 0.1)},
-            trial_config=optimizer.TrialConfig(num_trials=2, parallel_trials=2),
-        )
+    name = client.optimize(
+        optimizer.TrainJobTemplate(
+            runtime=runtime,
+            initializer=sdk.Initializer(dataset=sdk.S3DatasetInitializer(storage_uri=uri)),
+            trainer=sdk.CustomTrainer(func=fit, num_nodes=2, resources_per_node={"cpu": 1}),
+        ),
+        search_space={"learning_rate": optimizer.Search.loguniform(0.001, 0.1)},
+        trial_config=optimizer.TrialConfig(num_trials=2, parallel_trials=2),
+    )
+    return client, name
+
+
+def test_the_dataset_of_a_study_is_held_for_its_trials_and_goes_with_it(
+    trainer: TrainerCluster, client: CacheClient, dataset_name: str, tmp_path: Path
+) -> None:
+    optimizer, name = study_of(trainer, SHARED, f"s3://warehouse/{dataset_name}/")
+    from cache_runtimes.study import dataset_goes_with  # after the SDK, which warns
+
+    with closing(optimizer.backend.custom_api.api_client):
+        job = dataset_goes_with(optimizer, name)
+    made = trainer.api.store.get("jobs", job, NAMESPACE)
+    study = trainer.api.store.get("experiments", name, NAMESPACE)
+    (owner,) = made["metadata"]["ownerReferences"]
+    assert (owner["kind"], owner["uid"]) == ("Experiment", study["metadata"]["uid"])
+    container = container_named(pod_of({"template": made}), "dataset-initializer")
+    variables = {each["name"]: each["value"] for each in container["env"] if "value" in each}
+    assert variables["CACHE_DATASET"] == dataset_name
+    assert variables["CACHE_ENDPOINT"] == "grpc://data-cache.data-cache-system:50051"
+    source = write_numbered(tmp_path / "rows", 500)
+    run = {"STORAGE_URI": f"file://{source}", "CACHE_ENDPOINT": client.endpoint}
+    path = f"{Path(forked_python.executable()).parent}:{os.environ['PATH']}"
+    # As a kubelet runs the pod, and ends it with the study.
+    command = [*container["command"], *container["args"]]
+    variables = {"PATH": path, "CACHE_DATASET": dataset_name, **run}
+    with subprocess.Popen(command, env=variables) as pod:
+        try:
+            wait_until(lambda: dataset_name in pinned(client), 30.0, "the dataset of the study")
+            assert client.describe(dataset_name).num_rows == 500
+            pod.terminate()
+            assert pod.wait(30) == 0
+        finally:
+            pod.kill()
+    assert dataset_name not in [each.name for each in client.datasets()]
+
+
+def pinned(client: CacheClient) -> list[str]:
+    return [each.name for each in client.datasets() if each.pinned]
+
+
+def test_a_study_without_a_shared_cache_is_refused_by_name(trainer: TrainerCluster) -> None:
+    optimizer, name = study_of(trainer, FLAGSHIP, "s3://warehouse/lineitem/")
+    from cache_runtimes.study import dataset_goes_with
+
+    refused = f"study '{name}' has no dataset in a shared cache"
+    with (
+        closing(optimizer.backend.custom_api.api_client),
+        pytest.raises(ConfigError, match=refused),
+    ):
+        dataset_goes_with(optimizer, name)
+
+
+def test_trials_of_the_sdk_are_jobs_of_a_runtime_with_their_parameters(
+    trainer: TrainerCluster, tmp_path: Path
+) -> None:
+    optimizer, name = study_of(trainer, SHARED, "s3://warehouse/lineitem/")
+    optimizer.backend.custom_api.api_client.close()
     template = trainer.api.store.get("experiments", name, NAMESPACE)["spec"]["trialTemplate"]
     # As Katib makes a trial: it replaces the parameter in the text, and gives a name.
     text = json.dumps(template["trialSpec"]).replace("${trialParameters.learning_rate}", "0.004")

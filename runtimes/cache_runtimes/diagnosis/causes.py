@@ -26,6 +26,9 @@ _STARTING = ("ContainerCreating", "PodInitializing", "CrashLoopBackOff")
 _IMAGE = re.compile(r"Image|RegistryUnavailable")
 _MOUNTS = ("FailedMount", "FailedAttachVolume", "FailedCreatePodSandBox", "FailedBinding")
 _PROBE = re.compile(r"failed (liveness|startup) probe")
+# Words that say that a gang waits, and not for what.
+_GANG_WAITS = re.compile(r"[Pp]od group is not ready|has not looked at it|at plugin Coscheduling")
+_GANG_EVENT = re.compile(r"Unschedulable|queueable|FailedScheduling")
 _CREATION = ("TrainJobResourcesCreationFailed", "JobCreationFailed", "FailedCreate")
 _OWN_ERROR = re.compile(r"cache_protocol\.errors\.\w+: \S")
 _ERROR = re.compile(r"\w(Error|Exception): \S")
@@ -144,6 +147,42 @@ def _scheduling(pod: Json, where: str, objects: Objects) -> Iterator[Cause]:
         scheduler = spec.get("schedulerName") or "default-scheduler"
         what = f"Pending for {waits_s:.0f} s: scheduler {scheduler} has not looked at it"
         yield Cause(where, what, ("scheduler", scheduler))
+
+
+def explained(found: Sequence[Cause], objects: Objects) -> list[Cause]:
+    """The causes, with what its PodGroup says in place of pods that only wait for their gang."""
+    if not objects.pod_groups:
+        return [*found]
+    clear = [each for each in found if not _GANG_WAITS.search(each.what)]
+    if any(each.key[0] in ("schedule", "create") for each in clear):
+        return clear
+    told = [cause for group in objects.pod_groups for cause in _gang(group, objects)]
+    return [*clear, *told] if told else [*found]
+
+
+def _gang(group: Json, objects: Objects) -> Iterator[Cause]:
+    """Why a PodGroup waits: by its last condition, or by its last event where that is vague."""
+    status = group.get("status") or {}
+    last = (status.get("schedulingConditions") or status.get("conditions") or [])[-1:]
+    said = [
+        line(each.get("reason") or "Unschedulable", each.get("message"))
+        for condition in last
+        if condition.get("status") == "True" and condition.get("type") != "Scheduled"
+        for each in condition.get("reasons") or [condition]
+    ]
+    events = [
+        line(event["reason"], event.get("message") or event.get("note"))
+        for event in objects.events
+        if involved(event).get("uid") == uid_of(group) and _GANG_EVENT.search(event["reason"])
+    ]
+    for told in (said, events[::-1]):
+        if clear := [what for what in told if not _GANG_WAITS.search(what)]:
+            said = clear if told is said else clear[:1]
+            break
+    else:
+        said = [*said, *events][:1]
+    for what in said:
+        yield Cause(f"PodGroup/{name_of(group)}", what, ("gang", _same(what, objects)))
 
 
 def _containers(pod: Json) -> list[Json]:

@@ -84,7 +84,8 @@ def diagnose(name: str, namespace: str, objects: Objects) -> Diagnosis:
         told = (*_told(unmade), _suspended(objects))
         return Diagnosis(_state(name, objects), False, (*refused, *told))
     else:
-        found = _merged([*causes.of_creations(objects), *_of_pods(objects)])
+        seen = [*causes.of_creations(objects), *_of_pods(objects)]
+        found = _merged(causes.explained(seen, objects))
         found = [*_deadline(objects), *found] or _without_cause(objects)
     findings = (*refused, *_told(found))
     return Diagnosis(_state(name, objects), not findings and _FAILED not in true, findings)

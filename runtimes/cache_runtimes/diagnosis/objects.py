@@ -13,7 +13,7 @@ from urllib3.exceptions import HTTPError
 
 from cache_protocol.errors import ConfigError, NodeUnavailableError
 from cache_runtimes.diagnosis.causes import silent
-from cache_runtimes.diagnosis.owned import Objects, own, uid_of
+from cache_runtimes.diagnosis.owned import Objects, groups_of, name_of, own, uid_of
 from cache_runtimes.initializer.plan import JOB_LABEL
 from cache_runtimes.local.trainer.info import NODE
 from cache_runtimes.local.trainer.jobset import JOBSET_LABEL
@@ -72,6 +72,7 @@ def read_objects(
             events=reading.list("api/v1", "events"),
             refused=reading.refused,
         )
+        objects = replace(objects, pod_groups=reading.pod_groups(own(objects).pods))
         asked = silent(own(objects).pods)[:_MOST_LOGS]
         return namespace, replace(objects, logs={uid_of(pod): reading.log(pod) for pod in asked})
 
@@ -102,6 +103,16 @@ class _Reading:
             return []
         found: list[Json] = json.loads(answer).get("items") or []
         return found
+
+    def pod_groups(self, pods: Sequence[Json]) -> Sequence[Json]:
+        """The PodGroups that waiting pods name."""
+        named = groups_of(pods)
+        return [
+            group
+            for api in sorted({api for api, _ in named})
+            for group in self.list(api, "podgroups")
+            if (api, name_of(group)) in named
+        ]
 
     def log(self, pod: Json) -> str:
         """The end of the log of a trainer; empty where the caller or the kubelet has none."""

@@ -16,6 +16,12 @@ from cache_runtimes.local.trainer.jobset import JOBSET_LABEL
 Json = dict[str, Any]
 
 _REPLICATED_JOB = f"{JOBSET_LABEL}replicatedjob-name"
+# What names the PodGroup of a pod -> the API of that PodGroup.
+_GROUP_MARKS = {
+    "scheduling.x-k8s.io/pod-group": "apis/scheduling.x-k8s.io/v1alpha1",  # coscheduling
+    "scheduling.k8s.io/group-name": "apis/scheduling.volcano.sh/v1beta1",
+    "pod-group-name": "apis/scheduling.run.ai/v2alpha2",  # KAI
+}
 
 
 @dataclass(frozen=True)
@@ -26,6 +32,7 @@ class Objects:
         train_job: None where it does not exist.
         train_jobs: the names of all TrainJobs in the namespace.
         events: of any object.
+        pod_groups: those that its waiting pods name.
         logs: the uid of a pod -> the end of its log.
         refused: kind -> why it could not be read.
         now: when they were read.
@@ -38,6 +45,7 @@ class Objects:
     jobs: Sequence[Json] = ()
     pods: Sequence[Json] = ()
     events: Sequence[Json] = ()
+    pod_groups: Sequence[Json] = ()
     logs: Mapping[str, str] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
     now: datetime = field(default_factory=lambda: datetime.now(UTC))
@@ -55,7 +63,10 @@ def own(objects: Objects) -> Objects:
     sets = _owned(objects.stateful_sets, [job] if job else [])
     jobs = _owned(objects.jobs, jobsets)
     pods = _owned(objects.pods, [*jobs, *sets])
-    uids = {uid_of(each) for each in (*([job] if job else ()), *jobsets, *sets, *jobs, *pods)}
+    named = {name for _, name in groups_of(pods)}
+    groups = [each for each in objects.pod_groups if name_of(each) in named]
+    things = (*([job] if job else ()), *jobsets, *sets, *jobs, *pods, *groups)
+    uids = {uid_of(each) for each in things}
     events = [each for each in objects.events if involved(each).get("uid") in uids]
     return replace(
         objects,
@@ -63,8 +74,21 @@ def own(objects: Objects) -> Objects:
         stateful_sets=sets,
         jobs=jobs,
         pods=pods,
+        pod_groups=groups,
         events=sorted(events, key=time_of),
     )
+
+
+def groups_of(pods: Iterable[Json]) -> set[tuple[str, str]]:
+    """The PodGroups of pods without a machine: the API and the name of each."""
+    found = set()
+    for pod in pods:
+        if (pod.get("spec") or {}).get("nodeName"):
+            continue
+        metadata = pod["metadata"]
+        marks = {**(metadata.get("labels") or {}), **(metadata.get("annotations") or {})}
+        found |= {(api, marks[mark]) for mark, api in _GROUP_MARKS.items() if mark in marks}
+    return found
 
 
 def _owned(things: Iterable[Json], owners: Iterable[Json]) -> list[Json]:

@@ -23,6 +23,12 @@ _REMEDIES: tuple[tuple[str, str], ...] = (
         "`spec.initializer.dataset.env`.",
     ),
     (
+        r"queue resource quota insufficient|quota has reached the allowable limit|"
+        r"[Nn]onPreemptibleOverQuota|OverLimit|Not(In|En)queueable",
+        "The scheduler's queue has no room left for the gang. Ask for less, wait until other jobs "
+        "of the queue end, or ask an administrator for more: `kubectl describe queue`.",
+    ),
+    (
         r"has not looked at it",
         "The scheduler that `schedulerName` names does not run in this cluster. Install it, or "
         "use the overlay torch-distributed-data-cache-colocated-default-scheduler.",

@@ -69,6 +69,32 @@ def test_it_says_which_kinds_the_caller_may_not_read(server: ApiServer, tmp_path
     assert "jobs: 403" in told
 
 
+def test_it_reads_the_pod_group_that_a_waiting_pod_names(server: ApiServer, tmp_path: Path) -> None:
+    store, owner = server.store, ""
+    things: list[tuple[str, Json]] = [
+        ("trainjobs", train_job("job")),
+        ("jobsets", {"kind": "JobSet", "spec": {"replicatedJobs": []}}),
+        ("jobs", {"kind": "Job", "spec": {"parallelism": 1}}),
+        ("pods", {"kind": "Pod", "spec": {"schedulerName": "volcano"}, "status": {}}),
+    ]
+    for plural, thing in things:
+        metadata = {"name": "job", **thing.get("metadata", {})}
+        metadata["labels"] = {"jobset.sigs.k8s.io/jobset-name": "job"}
+        metadata["annotations"] = {"scheduling.k8s.io/group-name": "job"}
+        metadata["ownerReferences"] = [{"uid": owner}] if owner else []
+        owner = store.create(plural, {**thing, "metadata": metadata}, "a")["metadata"]["uid"]
+    why = {"reason": "NotEnoughResources", "message": "queue resource quota insufficient"}
+    condition = {"type": "Unschedulable", "status": "True", **why}
+    for name in ("job", "job-2"):  # the other one is of no pod of the job
+        group = {"metadata": {"name": name}, "status": {"conditions": [condition]}}
+        store.create("podgroups", group, "a")
+    told = run(server, tmp_path, "job")
+    assert "PodGroup/job: NotEnoughResources: queue resource quota insufficient" in told
+    assert "job-2" not in told
+    server.permissions = {("list", each) for each in ("trainjobs", "jobsets", "jobs", "pods")}
+    assert "podgroups: 403" in run(server, tmp_path, "job")
+
+
 def test_a_namespace_without_the_job_lists_the_jobs_there(
     server: ApiServer, tmp_path: Path
 ) -> None:

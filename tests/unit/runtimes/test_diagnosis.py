@@ -121,6 +121,30 @@ def ranks(made: BrokenJob) -> BrokenJob:
     return made.exits(137, reason="OOMKilled")
 
 
+VOLCANO, KAI = "scheduling.k8s.io/group-name", "pod-group-name"
+_GANG = "2/2 tasks in gang unschedulable: pod group is not ready, 2 Pending, 2 minAvailable"
+_OVER = "team-a quota has reached the allowable limit of GPUs. Limit is 8 GPUs"
+
+
+def volcano(made: BrokenJob, message: str, *events: str, reason: str = "NotEnoughResources") -> Any:
+    """As Volcano reports a gang: conditions and events of its PodGroup."""
+    condition = {"type": "Unschedulable", "status": "True", "reason": reason, "message": message}
+    made.in_gang(VOLCANO, message=_GANG, phase="Pending", conditions=[condition])
+    for event in events:
+        made.on("PodGroup", made.pod_groups[0], "Unschedulable", event)
+    return made
+
+
+def kai(made: BrokenJob, reason: str, message: str) -> BrokenJob:
+    """As KAI reports a gang, whose pods it has not looked at."""
+    condition = {
+        "type": "UnschedulableOnNodePool",
+        "status": "True",
+        "reasons": [{"reason": reason, "message": message}],
+    }
+    return made.in_gang(KAI, phase="Pending", schedulingConditions=[condition])
+
+
 class Case(NamedTuple):
     """A broken job.
 
@@ -203,6 +227,37 @@ CASES = {
         "`pod group is not ready`",
         lambda made: made.unscheduled("3/3 tasks in gang unschedulable: pod group is not ready"),
         "pod group is not ready",
+        "gang has no room",
+    ),
+    "a full queue of Volcano": Case(
+        "`queue resource quota insufficient`",
+        lambda made: volcano(made, _GANG, "queue resource quota insufficient", _GANG),
+        "Unschedulable: queue resource quota insufficient",
+        "`kubectl describe queue`",
+    ),
+    "a full queue of KAI": Case(
+        "", lambda made: kai(made, "OverLimit", _OVER), f"OverLimit: {_OVER}", "describe queue"
+    ),
+    "a gang that only waits": Case(
+        "", lambda made: volcano(made, _GANG), "pod group is not ready", "gang has no room"
+    ),
+    "a gang whose pods say why": Case(
+        "",
+        lambda made: volcano(made, "queue resource quota insufficient").unscheduled(
+            "0/3 nodes are available: 3 Insufficient nvidia.com/gpu"
+        ),
+        "Insufficient nvidia.com/gpu",
+        "No machine has room",
+    ),
+    "a gang of coscheduling": Case(
+        "",
+        lambda made: made.in_gang(
+            "scheduling.x-k8s.io/pod-group",
+            message='pod "x" rejected while waiting on permit: rejected due to timeout at plugin '
+            "Coscheduling",
+            phase="Scheduling",
+        ),
+        "at plugin Coscheduling",
         "gang has no room",
     ),
     "no scheduler": Case("`has not looked at it`", unseen, "scheduler volcano", "`schedulerName`"),
