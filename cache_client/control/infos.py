@@ -39,6 +39,8 @@ class DatasetInfo:
         priority: those of lower priority are evicted first.
         last_read_s: clock of the coordinator, in seconds since 1970; None: it was not read yet.
         load_s: seconds that its load took; 0: unknown.
+        erasures: acts that forgot some of its rows; see `CacheClient.erased_rows`.
+        erased_rows: that they erased. They keep their row ids, and ``num_rows`` counts them.
     """
 
     name: str
@@ -61,6 +63,8 @@ class DatasetInfo:
     priority: int = 0
     last_read_s: float | None = field(default=None, compare=False)
     load_s: float = field(default=0.0, compare=False)
+    erasures: int = 0
+    erased_rows: int = 0
 
     def __repr__(self) -> str:
         """The facts in a few lines; `schema` and `placement` are there in full."""

@@ -20,6 +20,7 @@ from cache_server.coordination.versions.versions import EpochVersions, newest
 from cache_server.shards.version_key import VersionKey
 
 _WATCH_S = 0.5
+_MOST_ERASED_BYTES = 8 << 20  # of an answer, or one act
 
 
 class Readers:
@@ -80,6 +81,27 @@ class Readers:
         if is_recalled:
             self._state.notify_listeners()
         return info
+
+    def erased_rows(
+        self, name: str, fingerprint: str, start: int, viewer: Viewer = EVERYTHING
+    ) -> pb.GetErasedRowsResponse:
+        """The erased rows of a version, by act, from an act on; as many as fit in an answer.
+
+        Raises:
+            DatasetNotFoundError, StaleVersionError, NotReadyError, LoadError: as `get`.
+        """
+        with self._state.changed:
+            version = self._state.find(name, fingerprint, viewer)
+            left = version.erasures.acts[start:]
+        answer = pb.GetErasedRowsResponse(fingerprint=version.pinned.key.fingerprint)
+        num_bytes = 0
+        for act in left:
+            num_bytes += len(act.rows)
+            if answer.acts and num_bytes > _MOST_ERASED_BYTES:
+                answer.more = True
+                break
+            answer.acts.add(number=act.number, rows=act.rows)
+        return answer
 
     def keep(
         self,

@@ -109,6 +109,8 @@ def _read_plan(info: pb.DatasetInfo, log: pb.LoadLog | None = None) -> bytes:
         lease_s=info.lease_s,
         log=log,
         protocol=PROTOCOL,
+        erasures=info.erasures,
+        erased_rows=info.erased_rows,
     )
     return plan.SerializeToString()
 
