@@ -430,6 +430,7 @@ def _shard_map(info: flight.FlightInfo, asked_at: float, of: str = "the cache") 
         asked_at,
         _load_log(plan.log) if plan.HasField("log") else None,
         tuple(checksums),
+        plan.erasures,
     )
 
 

@@ -10,6 +10,7 @@ import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from operator import attrgetter
 from typing import Any, cast
 
@@ -25,6 +26,7 @@ from cache_client.reading.source import Source
 from cache_client.training.base import RankBatches
 from cache_client.training.dataset import CacheIterableDataset
 from cache_client.training.job_config import JobConfig
+from cache_client.training.left_out import LeftOut
 from cache_client.training.opened import Opened
 from cache_client.training.skipped_steps import slots_consumed
 from cache_client.view_options.job_view import Assemble
@@ -332,6 +334,17 @@ def _joined(
         config.window_sizes(source.shards, view.rows_per_slot),
         tuple(dict.fromkeys(n for each in datasets.values() for n in each.opened.nodes)),
         text,
+        LeftOut(
+            config.access,
+            [
+                replace(known, first=start)
+                for (known,), start in zip(
+                    (dataset.opened.left_out.known for dataset in datasets.values()),
+                    accumulate((dataset.num_rows for dataset in datasets.values()), initial=0),
+                    strict=False,
+                )
+            ],
+        ),
     )
 
 

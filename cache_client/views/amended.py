@@ -26,6 +26,7 @@ from cache_client.order.segments import (
     seed_of,
     segment,
 )
+from cache_client.views.rows_view import RestView
 from cache_client.views.shared_array import SharedArray
 from cache_client.views.view import Epochs, PlainView, Samples, Shuffle, SlotView, epoch_order
 
@@ -143,6 +144,8 @@ class AmendedView:
 def _due(view: SlotView, epoch: int) -> Due:
     if isinstance(view, PlainView):
         return range(view.num_rows)
+    if isinstance(view, RestView):
+        return view.rest
     rows: Int64Array = np.sort(_rows(view, epoch))
     return rows
 
@@ -181,7 +184,7 @@ def amended_view(
 
 
 def _first(part: Part, due: Due, epoch: int, shuffle: Shuffle) -> Segment:
-    rows = due if isinstance(due, range) else _rows(part.view, epoch)
+    rows = _rows(part.view, epoch) if isinstance(due, np.ndarray) else due
     return segment(0, [_stream(rows, shuffle.order(part.view, epoch))], None)
 
 
@@ -197,7 +200,7 @@ def _next(
 
 
 def _stream(rows: Due, order: EpochOrder) -> Stream:
-    if isinstance(rows, range):
+    if not isinstance(rows, np.ndarray):
         return Stream(rows, order, SharedArray)
     is_small = not len(rows) or int(rows.max()) < _SMALL
     return Stream(SharedArray(rows.astype(np.uint32 if is_small else np.int64)), order, SharedArray)
