@@ -144,13 +144,17 @@ class Erased:
         acts = self.acts.items()
         return replace(self, acts={n: ids[: np.searchsorted(ids, num_rows)] for n, ids in acts})
 
-    def chosen(self, condition: str) -> Int64Array:
+    def chosen(self, condition: str, num_rows: int) -> Int64Array:
         """The rows among `gone` for which a condition held, ascending.
+
+        Args:
+            num_rows: of the version, or of its first rows that are read.
 
         Raises:
             ValueError: for some of them this was not noted.
         """
-        notes, found = self.notes.get(digest_of(condition), {}), list[Int64Array]()
+        notes = self.notes.get(digest_of(condition, num_rows), {})
+        found: list[Int64Array] = []
         for number, rows in self.acts.items():
             if number <= self.until or not len(rows):
                 continue
@@ -165,9 +169,9 @@ def joined_rows(lists: Sequence[Int64Array]) -> Int64Array:
     return np.sort(np.concatenate([NO_ROWS, *lists]))
 
 
-def digest_of(condition: str) -> str:
-    """The key of a condition in notes."""
-    return hashlib.sha256(condition.encode()).hexdigest()[:12]
+def digest_of(condition: str, num_rows: int) -> str:
+    """The key of a condition on the first rows of a version, in notes."""
+    return hashlib.sha256(f"{num_rows} {condition}".encode()).hexdigest()[:12]
 
 
 def noted(held: npt.NDArray[np.bool_]) -> str:

@@ -17,18 +17,22 @@ from torch.utils.data import get_worker_info
 
 from cache_client.batches.images import ImageMode
 from cache_client.batches.null_rules import Nulls
-from cache_client.epochs.cursor import is_epoch
+from cache_client.epochs.cursor import Start, is_epoch
 from cache_client.job.argument_names import names_explained
 from cache_client.job.arguments import BatchFormat
 from cache_client.job.connection import Connection
 from cache_client.order.audit_record import AuditMode
+from cache_client.order.erased import Notes
+from cache_client.order.permutation import Int64Array
 from cache_client.order.states import AmendedPart, OrderState, parts_of, read_state
+from cache_client.order.view_text import erased_text
 from cache_client.training.amendments import (
+    agreed_version,
     as_in_other_epochs,
     check_amendable,
-    newest_for,
     open_parts,
     view_of_state,
+    with_notes,
 )
 from cache_client.training.base import RankBatches
 from cache_client.training.job_config import (
@@ -38,7 +42,7 @@ from cache_client.training.job_config import (
     checked_config,
     moved_arguments,
 )
-from cache_client.training.opened import open_version
+from cache_client.training.opened import Opened, open_version
 from cache_client.training.skipped_steps import slots_consumed
 from cache_client.view_options.lookups import Vocabulary
 from cache_client.view_options.options import View
@@ -188,6 +192,7 @@ class CacheIterableDataset(RankBatches):
         self._first_view: View | None = None  # that the program gave, if the job was amended
         self._history: tuple[AmendedPart, ...] = ()  # what the job read, if it was amended
         self._num_amended = 0
+        self._notes: Notes = {}  # what conditions said of rows that were erased later
 
     def amend(
         self,
@@ -256,21 +261,30 @@ class CacheIterableDataset(RankBatches):
         epoch, consumed = self._cursor.planned() if pass_ is None else pass_.position
         before = self._state(epoch, consumed)
         at = slots_consumed(before, self._slots.num_slots(epoch))
-        if version == "newest":
-            self._num_amended += 1
-            latest = newest_for(config, epoch, at, self._num_amended, self._opened)
-        else:
-            latest = open_version(config, fingerprint=self._opened.shards.fingerprint)
-        told = AmendedPart(epoch, 0, self._opened.shards.num_rows, self.view.rows.text)
+        self._num_amended += 1
+        latest = agreed_version(
+            config, epoch, at, self._num_amended, self._opened, same=version == "same"
+        )
+        self._amend_to(config, text, Start(epoch, consumed), at, latest)
+
+    def _amend_to(
+        self, config: JobConfig, text: str, start: Start, at: int, latest: Opened
+    ) -> None:
+        """Reads a version and a view from a position of an epoch on."""
+        pass_, (epoch, consumed) = self._passes.current(), start
+        shards = self._opened.shards
+        notes = self._known_notes(latest.shards.erased.acts)
+        told = AmendedPart(epoch, 0, shards.num_rows, self.view.rows.text, shards.erased.until)
         history = self._history or (told._replace(epoch=0),)
         if parts_of(history, epoch)[-1][2:] != told[2:]:  # the epoch began with another version
             history = (*history, told)
-        now = AmendedPart(epoch, at, latest.shards.num_rows, text)
+        until = latest.shards.erased.until
+        now = AmendedPart(epoch, at, latest.shards.num_rows, text, until)
         history = (*(part for part in history if part[:2] < now[:2]), now)
         self._first_view = self._first_view or self.view
         with self._keeping_version():
-            self._opened = open_parts(config, epoch, history, latest, self._opened)
-            self._config, self._history = config, history
+            self._opened = open_parts(config, epoch, history, latest, self._opened, notes)
+            self._config, self._history, self._notes = config, history, notes
             runs, stop = self._skipped.get(epoch, ()), self._slots.num_slots(epoch)
             if runs:
                 cut = [(start, min(end, stop)) for start, end in runs if start < stop]
@@ -282,26 +296,64 @@ class CacheIterableDataset(RankBatches):
             pass_.superseded = True
         self._passes.forget()
 
-    def _take_history(self, state_dict: Mapping[str, Any]) -> None:
-        """Reads the epoch of a state as the job did that wrote it."""
+    def _known_notes(self, acts: Mapping[int, Int64Array] | None = None) -> Notes:
+        """What the conditions of the job said of rows that were erased since."""
+        acts = self._opened.left_out.erased.acts if acts is None else acts
+        return with_notes(self._notes, self._opened, self.view.rows.text, acts) if acts else {}
+
+    def _take_history(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Reads the epoch of a state as the job did that wrote it; returns the state."""
         try:
             state = read_state(state_dict)
         except ValueError:
-            return  # is refused by name
-        if state.dataset != self._opened.name or not (state.amended or self._history):
-            return
+            return state_dict  # is refused by name
+        knows = (self._opened.shards.erased.until, len(self._opened.left_out.rows))
+        is_other = state.amended or self._history or knows != (state.erased, 0)
+        if state.dataset != self._opened.name or not is_other:
+            return state_dict
+        at_begin = not (state.rows_consumed or state.amended or self._history)
+        if at_begin and state.view == erased_text(self.view.text, state.erased):
+            version = state.fingerprint.partition("-")[0]
+            self._opened = open_version(self._config, self._opened, fingerprint=version)
+            return {**state_dict, "fingerprint": self.fingerprint}
         self._first_view = self._first_view or self.view
         view = view_of_state(state.amended) if state.amended else self._first_view
         config = replace(self._config, view=view.with_columns_of(self.view))
-        opened = open_version(config, fingerprint=state.fingerprint.partition("-")[0])
+        opened = open_version(
+            config,
+            fingerprint=state.fingerprint.partition("-")[0],
+            until=state.erased,
+            notes=state.notes,
+        )
         if state.amended:
-            opened = open_parts(config, state.epoch, state.amended, opened)
+            opened = open_parts(config, state.epoch, state.amended, opened, notes=state.notes)
         if opened.fingerprint != self.fingerprint and self._cursor.has_workers:
             raise ConfigError(
                 "the state is of an amended job, which running DataLoader workers do not know: "
                 "delete their iterator and loader before load_state_dict"
             )
         self._config, self._opened, self._history = config, opened, state.amended
+        self._notes = state.notes
+        return state_dict
+
+    def _leave_out_erased(self) -> None:
+        """Leaves out the rows that were erased since a state, from its position on."""
+        start = self._cursor.planned()
+        if not len(self._opened.left_out.rows) or get_worker_info() is not None:
+            return
+        shards = self._opened.shards
+        latest = open_version(self._config, fingerprint=shards.fingerprint)
+        at = slots_consumed(self._state(*start), self._slots.num_slots(start.epoch))
+        if self._is_amendable:
+            self._amend_to(self._config, self.view.rows.text, start, at, latest)
+
+    @property
+    def _is_amendable(self) -> bool:
+        try:
+            check_amendable(self.view)
+        except ConfigError:
+            return False
+        return self._loading is None
 
     @property
     def _changes_version(self) -> bool:
@@ -359,8 +411,9 @@ class CacheIterableDataset(RankBatches):
         """
         with self._keeping_version():
             changes = self._changes_version
-            self._take_history(state_dict)
+            state_dict = self._take_history(state_dict)
             super().load_state_dict(self._followed(state_dict) if changes else state_dict)
+            self._leave_out_erased()
         self._tell_version()
 
     def _followed(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -383,11 +436,11 @@ class CacheIterableDataset(RankBatches):
     @contextmanager
     def _keeping_version(self) -> Iterator[None]:
         """Where the epoch stays, its version stays too."""
-        before = self._config, self._opened, self._history, self._skipped
+        before = self._config, self._opened, self._history, self._skipped, self._notes
         try:
             yield
         except CacheError:
-            self._config, self._opened, self._history, self._skipped = before
+            self._config, self._opened, self._history, self._skipped, self._notes = before
             raise
 
     def _tell_version(self) -> None:
@@ -415,7 +468,10 @@ class CacheIterableDataset(RankBatches):
             )
 
     def _state(self, epoch: int, rows_consumed: int) -> OrderState:
-        state = super()._state(epoch, rows_consumed)
+        erased = self._opened.shards.erased.until
+        state = replace(super()._state(epoch, rows_consumed), erased=erased)
+        if erased or len(self._opened.left_out.rows) or self._notes:
+            state = replace(state, notes=self._known_notes())
         if self._history:
             opened, slots = self._opened, self._opened.slots
             if isinstance(slots, AmendedView) and slots.epoch != epoch:

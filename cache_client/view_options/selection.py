@@ -124,7 +124,7 @@ def _chosen(
     shards, gone = version.shards, version.shards.erased.gone
     ends = [*shards.starts[1:].tolist(), shards.num_rows]
     try:
-        held = shards.erased.chosen(" AND ".join(conditions))
+        held = shards.erased.chosen(" AND ".join(conditions), shards.num_rows)
     except ValueError as error:
         raise gone_error(f"the condition {' AND '.join(conditions)!r}", error) from None
     for found, first, stop in zip(

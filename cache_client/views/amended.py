@@ -40,11 +40,15 @@ class Part(NamedTuple):
         at: the position of the epoch where the segment begins; 0 for the first.
         num_rows: of its version, whose rows are the first ones of every later version.
         view: slots of one row each; of the version.
+        erased: the last act whose rows it leaves out.
+        text: of its view, see `cache_client.order.view_text`.
     """
 
     at: int
     num_rows: int
     view: SlotView
+    erased: int = 0
+    text: str = ""
 
     @property
     def told(self) -> tuple[int, int, str]:
@@ -87,7 +91,7 @@ class AmendedView:
     def identity(self) -> str:
         """The segments: what each reads, and where it begins."""
         how = self.shuffle
-        parts = "; ".join(f"{at} {num_rows} {view.identity}" for at, num_rows, view in self.parts)
+        parts = "; ".join(" ".join(map(str, part.told)) for part in self.parts)
         text = f"{how.shuffle} {how.shuffle_block_size} {how.seed} {self.epoch}: {parts}"
         digest = hashlib.sha256(text.encode()).hexdigest()[:32]
         return f"{self.latest.identity} amended={digest}"
@@ -148,6 +152,13 @@ def _due(view: SlotView, epoch: int) -> Due:
         return view.rest
     rows: Int64Array = np.sort(_rows(view, epoch))
     return rows
+
+
+def chosen_rows(view: SlotView) -> Int64Array:
+    """The rows that the options of a view choose, before others say how often each comes."""
+    while (inner := getattr(view, "inner", None)) is not None:
+        view = inner
+    return _rows(view, 0)
 
 
 def _rows(view: SlotView, epoch: int) -> Int64Array:
