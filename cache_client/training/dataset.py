@@ -22,19 +22,13 @@ from cache_client.job.argument_names import names_explained
 from cache_client.job.arguments import BatchFormat
 from cache_client.job.connection import Connection
 from cache_client.order.audit_record import AuditMode
-from cache_client.order.erased import Notes
-from cache_client.order.permutation import Int64Array
 from cache_client.order.states import AmendedPart, OrderState, parts_of, read_state
-from cache_client.order.view_text import erased_text
 from cache_client.training.amendments import (
     agreed_version,
     as_in_other_epochs,
     check_amendable,
     open_parts,
-    view_of_state,
-    with_notes,
 )
-from cache_client.training.base import RankBatches
 from cache_client.training.job_config import (
     JobConfig,
     Reading,
@@ -43,6 +37,7 @@ from cache_client.training.job_config import (
     moved_arguments,
 )
 from cache_client.training.opened import Opened, open_version
+from cache_client.training.past import PastEpochs
 from cache_client.training.skipped_steps import slots_consumed
 from cache_client.view_options.lookups import Vocabulary
 from cache_client.view_options.options import View
@@ -55,7 +50,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-class CacheIterableDataset(RankBatches):
+class CacheIterableDataset(PastEpochs):
     """Ready batches of one rank; iterate ``dataset.loader(num_workers=n)``, or the dataset.
 
     The batches, joined over (step, rank), are exactly the order of the epoch, for any number of
@@ -121,6 +116,11 @@ class CacheIterableDataset(RankBatches):
         skip_steps: epoch -> steps to leave out, as after a spike of the loss. Steps count from the
             begin of the epoch, with this batch size and world size, as if none was left out. States
             keep the rows that they name.
+        replay: a state from before some rows were given that are forgotten by now. The dataset
+            reads on from there in the order that the job had, without these rows. The steps stay,
+            and their batches are shorter, or empty where all rows were forgotten.
+        without: with ``replay``: what `cachectl forget` attested.
+        fill: with ``replay``: later rows move up, so that batches are full.
 
     Raises:
         ConfigError: quotes every bad argument. TypeError: says where an unknown one is.
@@ -161,6 +161,9 @@ class CacheIterableDataset(RankBatches):
         job: str | None = None,
         audit: AuditMode = "off",
         skip_steps: Mapping[int, Iterable[int]] | None = None,
+        replay: Mapping[str, Any] | None = None,
+        without: Mapping[str, Any] | str | None = None,
+        fill: bool = False,
     ) -> None:
         config = checked_config(
             name,
@@ -189,10 +192,14 @@ class CacheIterableDataset(RankBatches):
             skip_steps=skip_steps,
         )
         super().__init__(config, open_version(config, epoch=None if version == "ready" else 0))
-        self._first_view: View | None = None  # that the program gave, if the job was amended
-        self._history: tuple[AmendedPart, ...] = ()  # what the job read, if it was amended
         self._num_amended = 0
-        self._notes: Notes = {}  # what conditions said of rows that were erased later
+        if replay is not None and without is not None:
+            self._replay(replay, without, fill=fill)
+        elif replay is not without or fill:
+            raise ConfigError(
+                f"replay, without and fill go together, got replay={replay!r:.80}, "
+                f"without={without!r:.80}, fill={fill!r}"
+            )
 
     def amend(
         self,
@@ -225,6 +232,11 @@ class CacheIterableDataset(RankBatches):
                 with other rows; DataLoader workers of another loader run.
             NotReadyError, NodeUnavailableError: no answer at the deadline.
         """
+        if self._replayed:
+            raise ConfigError(
+                "a replay cannot be amended: it gives the order that the job had. Give a state of "
+                "after the amendment, or take the rows in a job of its own"
+            )
         if version not in ("newest", "same"):
             raise ConfigError(f"version must be 'newest' or 'same', got {version!r}")
         wanted = self.view if view is None else view
@@ -295,46 +307,6 @@ class CacheIterableDataset(RankBatches):
         if pass_ is not None:
             pass_.superseded = True
         self._passes.forget()
-
-    def _known_notes(self, acts: Mapping[int, Int64Array] | None = None) -> Notes:
-        """What the conditions of the job said of rows that were erased since."""
-        acts = self._opened.left_out.erased.acts if acts is None else acts
-        return with_notes(self._notes, self._opened, self.view.rows.text, acts) if acts else {}
-
-    def _take_history(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Reads the epoch of a state as the job did that wrote it; returns the state."""
-        try:
-            state = read_state(state_dict)
-        except ValueError:
-            return state_dict  # is refused by name
-        knows = (self._opened.shards.erased.until, len(self._opened.left_out.rows))
-        is_other = state.amended or self._history or knows != (state.erased, 0)
-        if state.dataset != self._opened.name or not is_other:
-            return state_dict
-        at_begin = not (state.rows_consumed or state.amended or self._history)
-        if at_begin and state.view == erased_text(self.view.text, state.erased):
-            version = state.fingerprint.partition("-")[0]
-            self._opened = open_version(self._config, self._opened, fingerprint=version)
-            return {**state_dict, "fingerprint": self.fingerprint}
-        self._first_view = self._first_view or self.view
-        view = view_of_state(state.amended) if state.amended else self._first_view
-        config = replace(self._config, view=view.with_columns_of(self.view))
-        opened = open_version(
-            config,
-            fingerprint=state.fingerprint.partition("-")[0],
-            until=state.erased,
-            notes=state.notes,
-        )
-        if state.amended:
-            opened = open_parts(config, state.epoch, state.amended, opened, notes=state.notes)
-        if opened.fingerprint != self.fingerprint and self._cursor.has_workers:
-            raise ConfigError(
-                "the state is of an amended job, which running DataLoader workers do not know: "
-                "delete their iterator and loader before load_state_dict"
-            )
-        self._config, self._opened, self._history = config, opened, state.amended
-        self._notes = state.notes
-        return state_dict
 
     def _leave_out_erased(self) -> None:
         """Leaves out the rows that were erased since a state, from its position on."""
@@ -409,6 +381,13 @@ class CacheIterableDataset(RankBatches):
             StaleVersionError: it is of another dataset or fingerprint; names both. With
                 ``version="each-epoch"``: the cache does not have the version any more.
         """
+        if self._replayed:
+            raise ConfigError("a replay has its state: give it as replay= to a new dataset")
+        if isinstance(state_dict, Mapping) and state_dict.get("replayed") == "filled":
+            raise ConfigError(
+                "the state is of a replay, whose order only a replay has: give it as replay= to a "
+                "dataset, with its without= and fill=True"
+            )
         with self._keeping_version():
             changes = self._changes_version
             state_dict = self._take_history(state_dict)
@@ -469,7 +448,8 @@ class CacheIterableDataset(RankBatches):
 
     def _state(self, epoch: int, rows_consumed: int) -> OrderState:
         erased = self._opened.shards.erased.until
-        state = replace(super()._state(epoch, rows_consumed), erased=erased)
+        state = super()._state(epoch, rows_consumed)
+        state = replace(state, erased=erased, replayed=self._replayed)
         if erased or len(self._opened.left_out.rows) or self._notes:
             state = replace(state, notes=self._known_notes())
         if self._history:

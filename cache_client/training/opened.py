@@ -247,6 +247,7 @@ def open_version(
     amendment: int = 0,
     until: int | None = None,
     notes: Notes | None = None,
+    num_rows: int | None = None,
 ) -> Opened:
     """Opens a version: of this fingerprint or epoch, else the newest.
 
@@ -257,6 +258,7 @@ def open_version(
             amendment of the process it is.
         until: the last act of erasing that a view leaves out; None: the last one.
         notes: see `Erased`.
+        num_rows: only its first rows; None: all.
 
     Raises:
         ConfigError: the version does not fit the arguments.
@@ -285,12 +287,17 @@ def open_version(
     )  # fmt: skip
     if not loads:
         shards = with_erased(access, shards, until, notes)
+    if num_rows is not None:
+        shards = shards.first_rows(num_rows)
     stays = before is not None and (before.shards.fingerprint, before.shards.erased.until) == (
         shards.fingerprint,
         shards.erased.until,
     )
-    if not loads and before is not None and stays and before.view_text == erased_text(
-        config.view.text, shards.erased.until
+    if (
+        not loads
+        and before is not None
+        and stays
+        and before.view_text == erased_text(config.view.text, shards.erased.until)
     ):
         return before
     if shards.log is not None:

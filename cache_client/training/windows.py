@@ -293,9 +293,7 @@ def first_rows(epoch: int, num_rows: int, config: JobConfig, opened: Opened) -> 
             ask_for_window, fetch=reader.fetch, audits=False, given_up=lambda: reader.is_closed
         )
         steps = range(min(1, pass_.plan.num_steps))
-        wait = threads.call(
-            ask, pass_, opened, 0, lambda ids: partial(reader.fetch, ids), steps
-        )
+        wait = threads.call(ask, pass_, opened, 0, lambda ids: partial(reader.fetch, ids), steps)
         pieces = threads.call(wait).pieces
     if not pieces:
         return pa.RecordBatch.from_pylist([], opened.layout.logical)

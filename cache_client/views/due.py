@@ -17,6 +17,7 @@ from cache_client.order.erased import NO_ROWS
 from cache_client.order.order import EpochOrder, StepPlan
 from cache_client.order.permutation import Int64Array
 from cache_client.views.amended import AmendedView
+from cache_client.views.filled import FilledView
 from cache_client.views.groups import GroupsView
 from cache_client.views.length_buckets import LengthBucketsView
 from cache_client.views.mixture_view import MixtureView
@@ -83,12 +84,22 @@ def _(view: LoggedView, epoch: int, num_rows: int) -> Due:
 
 
 @due_of.register
+def _(view: FilledView, epoch: int, num_rows: int) -> Due:
+    inner, size = due_of(view.inner, epoch, num_rows), view.num_slots(epoch)
+    return Due(rows=size, of=num_rows) if inner.is_distinct else _counted(view, epoch, num_rows)
+
+
+@due_of.register
 def _(view: AmendedView, epoch: int, num_rows: int) -> Due:
     if epoch != view.epoch:
         return due_of(view.latest, epoch, num_rows)
-    size = view.num_slots(epoch)
     if view.is_distinct:
-        return Due(rows=size, of=num_rows)
+        return Due(rows=view.num_slots(epoch), of=num_rows)
+    return _counted(view, epoch, num_rows)
+
+
+def _counted(view: SlotView, epoch: int, num_rows: int) -> Due:
+    size = view.num_slots(epoch)
     rows, least, most = _listed(view.samples(np.arange(size, dtype=np.int64), epoch).row_ids)
     return Due(unit="sample", rows=rows, of=num_rows, least=least, most=most)
 
