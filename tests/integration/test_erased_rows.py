@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from cache_client import CacheClient, CacheIterableDataset, CacheMixture, View
+from cache_client import CacheClient, CacheIterableDataset, View
 from cache_protocol.errors import ConfigError
 from cache_server import LocalCluster
 from tests.erasing import Erasing, erasing
