@@ -358,9 +358,11 @@ def _layout(datasets: Mapping[str, CacheIterableDataset]) -> Layout:
 def _told(dataset: CacheIterableDataset) -> dict[str, Any]:
     """What is read of a source, and in which order."""
     how, version = dataset.config.shuffle, dataset.opened.shards
+    until = version.erased.until
     return {
         "dataset": version.dataset,
         "fingerprint": version.fingerprint,
+        **({"erased": until} if until else {}),
         "shuffle": how.shuffle,
         "shuffle_block_size": how.shuffle_block_size,
         "seed": how.seed,
