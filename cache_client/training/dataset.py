@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,17 +18,22 @@ from torch.utils.data import get_worker_info
 from cache_client.batches.images import ImageMode
 from cache_client.batches.null_rules import Nulls
 from cache_client.epochs.cursor import Start, is_epoch
+from cache_client.epochs.passes import Pass
 from cache_client.job.argument_names import names_explained
 from cache_client.job.arguments import BatchFormat
 from cache_client.job.connection import Connection
 from cache_client.order.audit_record import AuditMode
 from cache_client.order.states import AmendedPart, OrderState, parts_of, read_state
+from cache_client.training import borders
 from cache_client.training.amendments import (
+    OtherRowsError,
     agreed_version,
     as_in_other_epochs,
     check_amendable,
     open_parts,
+    with_notes,
 )
+from cache_client.training.borders import Asked, has_news
 from cache_client.training.job_config import (
     JobConfig,
     Reading,
@@ -98,7 +103,9 @@ class CacheIterableDataset(PastEpochs):
         reading: how rows are fetched, and lie in batches.
         version: which version is read. ``ready``: the newest one that is ready. ``each-epoch``:
             every epoch reads the newest version that is ready when the first rank begins it; see
-            `set_epoch`. All ranks need the same ``job``. ``first-rows``: the newest one, as soon as
+            `set_epoch`. All ranks need the same ``job``. ``now``: likewise, and a running epoch
+            goes over to a newer version with more rows at a border of steps, see `amend`; use
+            `loader` for workers. ``first-rows``: the newest one, as soon as
             its first rows are loaded. Epoch 0 then takes the rows in the order in which they were
             loaded, shuffled in groups. Later epochs have a shuffle of all rows. You must use the
             same on all ranks.
@@ -191,7 +198,10 @@ class CacheIterableDataset(PastEpochs):
             audit=audit,
             skip_steps=skip_steps,
         )
+        if version == "now":
+            check_amendable(config.view)
         super().__init__(config, open_version(config, epoch=None if version == "ready" else 0))
+        self._asked: Asked | None = None  # what is read from the next border of steps on
         self._num_amended = 0
         if replay is not None and without is not None:
             self._replay(replay, without, fill=fill)
@@ -268,15 +278,16 @@ class CacheIterableDataset(PastEpochs):
         else:
             pass_.amend_after, pass_.amend = steps, now
 
-    def _amend(self, config: JobConfig, text: str, version: str) -> None:
+    def _amend(
+        self, config: JobConfig, text: str, version: str, *, at_border: bool = False
+    ) -> None:
         pass_ = self._passes.current()
         epoch, consumed = self._cursor.planned() if pass_ is None else pass_.position
         before = self._state(epoch, consumed)
         at = slots_consumed(before, self._slots.num_slots(epoch))
-        self._num_amended += 1
-        latest = agreed_version(
-            config, epoch, at, self._num_amended, self._opened, same=version == "same"
-        )
+        self._num_amended += not at_border
+        number = 0 if at_border else self._num_amended
+        latest = agreed_version(config, epoch, at, number, self._opened, same=version == "same")
         self._amend_to(config, text, Start(epoch, consumed), at, latest)
 
     def _amend_to(
@@ -310,22 +321,44 @@ class CacheIterableDataset(PastEpochs):
 
     def _leave_out_erased(self) -> None:
         """Leaves out the rows that were erased since a state, from its position on."""
-        start = self._cursor.planned()
-        if not len(self._opened.left_out.rows) or get_worker_info() is not None:
-            return
-        shards = self._opened.shards
-        latest = open_version(self._config, fingerprint=shards.fingerprint)
-        at = slots_consumed(self._state(*start), self._slots.num_slots(start.epoch))
-        if self._is_amendable:
+        if self._loses_rows and get_worker_info() is None:
+            start, shards = self._cursor.planned(), self._opened.shards
+            latest = open_version(self._config, fingerprint=shards.fingerprint)
+            at = slots_consumed(self._state(*start), self._slots.num_slots(start.epoch))
             self._amend_to(self._config, self.view.rows.text, start, at, latest)
 
     @property
-    def _is_amendable(self) -> bool:
+    def _loses_rows(self) -> bool:
+        """Whether rows were erased since this was opened, and an amendment can leave them out."""
+        if self._loading is not None or self._replayed or not len(self._opened.left_out.rows):
+            return False
         try:
             check_amendable(self.view)
         except ConfigError:
             return False
-        return self._loading is None
+        return True
+
+    def _place(self, pass_: Pass, start: Start) -> Pass:
+        if not pass_.in_worker and pass_.most_steps is None and not self._replayed:
+            pass_.on_step = partial(self._at_step, pass_)
+        return super()._place(pass_, start)
+
+    def _at_step(self, pass_: Pass) -> None:
+        """Takes a newer version at a border of steps, and leaves out rows that were erased."""
+        step, left = pass_.handed_out, len(pass_.steps) - pass_.handed_out
+        if self._config.version != "now":
+            if self.world_size == 1 and left > 0 and self._loses_rows and not pass_.ahead:
+                self._amend(self._config, self.view.rows.text, "same")
+        elif step % borders.STEPS == borders.STEPS // 2 and left > borders.STEPS // 2:
+            epoch, consumed = pass_.epoch, pass_.plan.rows_consumed
+            consumed += (step + borders.STEPS // 2) * pass_.plan.rows_per_step
+            at = slots_consumed(self._state(epoch, consumed), self._slots.num_slots(epoch))
+            self._asked = Asked(partial(has_news, self._config, epoch, at, self._opened))
+        elif step % borders.STEPS == 0 and left > 0 and self._asked is not None:
+            asked, self._asked = self._asked, None
+            if asked.answer():
+                with suppress(OtherRowsError):  # the next epoch takes them
+                    self._amend(self._config, self.view.rows.text, "newest", at_border=True)
 
     @property
     def _changes_version(self) -> bool:
@@ -354,6 +387,7 @@ class CacheIterableDataset(PastEpochs):
             NotReadyError, NodeUnavailableError: with ``version="each-epoch"``, no answer at the
                 deadline; with ``version="first-rows"``, the version is not loaded by then.
         """
+        before = self._opened
         with self._keeping_version():
             if epoch != self._cursor.epoch and is_epoch(epoch):
                 if self._history and epoch <= self._history[-1].epoch:  # the job begins anew
@@ -361,8 +395,25 @@ class CacheIterableDataset(PastEpochs):
                 self._opened = as_in_other_epochs(self._opened, self.view.text)
                 if self._changes_version:
                     self._open_version(epoch=epoch)
+                elif self.world_size == 1 and self._loses_rows:
+                    self._open_version(fingerprint=self._opened.shards.fingerprint)
+                self._note_epoch(epoch, before)
             super().set_epoch(epoch)
         self._tell_version()
+
+    def _note_epoch(self, epoch: int, before: Opened) -> None:
+        """Notes where the epoch begins with another version, or without other rows."""
+        shards, text = self._opened.shards, self.view.rows.text
+        is_same = shards.erased.until == before.shards.erased.until
+        if self._replayed or (not self._history and is_same):
+            return
+        was = before.shards.num_rows, text, before.shards.erased.until
+        now = AmendedPart(epoch, 0, shards.num_rows, text, shards.erased.until)
+        history = self._history or (AmendedPart(0, 0, *was),)
+        if parts_of(history, epoch)[-1][2:] != now[2:]:
+            self._first_view = self._first_view or self.view
+            self._notes = with_notes(self._notes, before, text, shards.erased.acts)
+            self._history = (*history, now) if epoch else (now,)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Makes the next pass start at the position of a state.
@@ -407,7 +458,9 @@ class CacheIterableDataset(PastEpochs):
             self._open_version(epoch=state.epoch)
             return state_dict
         if state.rows_consumed:
-            self._open_version(fingerprint=state.fingerprint.partition("-")[0])
+            version = state.fingerprint.partition("-")[0]
+            if self._opened.shards.fingerprint != version:
+                self._open_version(fingerprint=version)
             return state_dict
         self._open_version(epoch=state.epoch)
         return {**state_dict, "fingerprint": self.fingerprint}

@@ -57,17 +57,30 @@ class LeftOut:
         self.__init__(**state)  # type: ignore[misc]  # as when it was made
 
     @property
+    def any(self) -> bool:
+        """Whether rows of a version were erased."""
+        return any(each.erased.acts for each in self.known)
+
+    @property
+    def every(self) -> Int64Array:
+        """All rows that were erased: a batch that is filled up may begin its epoch again."""
+        lists = [each.erased.left_out + each.first for each in self.known]
+        return joined_rows([self.rows, *lists])
+
+    @property
     def erased(self) -> Erased:
         """Of the only version."""
         return self.known[0].erased
 
-    def learn(self) -> bool:
-        """Asks the cache; returns whether there are more rows.
+    def learn(self, since: Int64Array) -> bool:
+        """Whether there are more rows than ``rows`` was; asks the cache, unless another thread did.
 
         Raises:
             CacheError: as `read_erased`.
         """
         with self._lock:
+            if self.rows is not since:
+                return True
             found = []
             for each in self.known:
                 now = read_erased(self._access, replace(each.shards, erased=each.erased))
@@ -81,7 +94,7 @@ class LeftOut:
 
     def another(self, row_ids: Int64Array) -> int:
         """A row that is there, one of some if one of them is."""
-        there = row_ids[~in_sorted(row_ids, self.rows)]
+        there = row_ids[~in_sorted(row_ids, self.every)]
         if len(there):
             return int(there[0])
         for each in self.known:

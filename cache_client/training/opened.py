@@ -215,7 +215,7 @@ def _standing(
         seed=_short(str(shuffle.seed)),
         batch_size=config.batch_size,
         order=", ".join(f"{name}={value}" for name, value in order.items()),
-        follows=config.version == "each-epoch",
+        follows=config.version in ("each-epoch", "now"),
         host=_printable(process.host),
         pid=process.pid,
         process=process.name,

@@ -57,6 +57,8 @@ class PastEpochs(RankBatches):
             return state_dict  # is refused by name
         knows = (self._opened.shards.erased.until, len(self._opened.left_out.rows))
         is_other = state.amended or self._history or knows != (state.erased, 0)
+        if self._config.version == "first-rows":
+            return state_dict
         if state.dataset != self._opened.name or not is_other:
             return state_dict
         at_begin = not (as_was or state.rows_consumed or state.amended or self._history)

@@ -115,21 +115,21 @@ def ask_for_window(
                 none = Window([], Samples(np.empty(0, np.int64)), [], None, ended=ended)
                 return lambda: none
 
-        def planned() -> Window:
-            left_out = opened.left_out.rows
+        def planned(left_out: Int64Array) -> Window:
             slots, sizes, samples, left = samples_of(
                 view, pass_.plan, pass_.order, window, rank, NO_ROWS if pads else left_out
             )
             digests, repeated = step_digests(slots, sizes) if audits else None, None
-            if pads and len(left_out) and samples.lengths is None:
-                repeated = in_sorted(samples.row_ids, left_out)
+            if pads and samples.lengths is None and opened.left_out.any:
+                repeated = in_sorted(samples.row_ids, opened.left_out.every)
                 if repeated.any():
                     other = opened.left_out.another(samples.row_ids)
                     row_ids = np.where(repeated, other, samples.row_ids)
                     samples = replace(samples, row_ids=row_ids)
             return Window([], samples, left, digests, later, ended, repeated)
 
-        plan = planned()
+        known = opened.left_out.rows
+        plan = planned(known)
         span = tracing.begin_below(
             pass_.traceparent, "cache.window", step=step, rows=len(plan.samples.row_ids)
         )
@@ -138,15 +138,16 @@ def ask_for_window(
 
     def receive() -> Window:
         with _named(step), tracing.spanning(span):
-            made, answer = plan, wait
+            made, answer, since = plan, wait, known
             while True:
                 try:
                     pieces = answer()
                     break
                 except ErasedRowsError:
-                    if not opened.left_out.learn():
+                    if not opened.left_out.learn(since):
                         raise
-                made = planned()
+                since = opened.left_out.rows
+                made = planned(since)
                 answer = partial(fetch, made.samples.row_ids)
             if job_view.lookups is not None:
                 pieces = job_view.lookups.extend(pieces, made.samples.row_ids)

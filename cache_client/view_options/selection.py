@@ -117,9 +117,7 @@ def condition_of(options: View) -> str:
     return " AND ".join((*parts, *(each.condition(by) for each in _ranges(options) if by)))
 
 
-def _chosen(
-    version: VersionNodes, conditions: Sequence[str]
-) -> Iterator[npt.NDArray[np.uint32]]:
+def _chosen(version: VersionNodes, conditions: Sequence[str]) -> Iterator[npt.NDArray[np.uint32]]:
     """The rows of each shard that fulfil conditions; of erased ones, those that did."""
     shards, gone = version.shards, version.shards.erased.gone
     ends = [*shards.starts[1:].tolist(), shards.num_rows]

@@ -73,9 +73,7 @@ class Samples:
         kept[firsts[shares]] = False
         return Samples(self.row_ids[kept], self.lengths, self.skipped, shares, self.sources)
 
-    def without(
-        self, rows: Int64Array, slots_of_steps: list[int]
-    ) -> tuple[Samples, list[int]]:
+    def without(self, rows: Int64Array, slots_of_steps: list[int]) -> tuple[Samples, list[int]]:
         """The samples without some rows, which ascend, and the slots that are left of each step.
 
         A slot that has no other rows is left out.
