@@ -72,6 +72,9 @@ fuzz: $(WITH)test  ## send a million malformed calls to a node with tokens; 20 m
 audits: $(WITH)test  ## check the verdicts of 2,000 made-up epochs, most with a fault; a minute, ARGS="--seed 2000"
 	$(BIN)/python -m benchmarks.trials.audits $(ARGS)
 
+soak-epochs: $(WITH)test  ## amend, erase, kill and resume 1,000 made-up jobs; 10 minutes, ARGS="--seed 1000"
+	$(BIN)/python -m benchmarks.trials.epochs $(ARGS)
+
 soak-queries: $(WITH)test  ## compare 30,000 generated queries and columns with other engines; 15 minutes, ARGS="--seed 1"
 	$(BIN)/python -m benchmarks.trials.differential $(ARGS)
 

@@ -58,7 +58,7 @@ class Window(NamedTuple):
 
     def batches(self, assemble: Assemble, at_once: int) -> Iterator[Any]:
         """The batches; steps of about so many slots are made at once."""
-        steps = max(1, at_once // max(self.sizes, default=1))
+        steps = max(1, at_once // max(1, *self.sizes))
         runs = [self.sizes[at : at + steps] for at in range(0, len(self.sizes), steps)]
         slots_of_runs = [sum(run) for run in runs]
         stop = 0
