@@ -17,7 +17,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from typing import Any, Self
 from unittest.mock import patch
 
@@ -149,7 +148,7 @@ def reader(view: str, seed: int, shuffle: bool, **arguments: Any) -> CacheIterab
 
 def rows_of(batches: Any, count: int | None = None) -> list[list[int]]:
     """The rows of the next batches."""
-    found = []
+    found: list[list[int]] = []
     while count is None or len(found) < count:
         batch = next(batches, None)
         if batch is None:
@@ -167,7 +166,7 @@ def run(seed: int) -> Counter[str]:
     rng, did = random.Random(seed), Counter[str]()
     with MadeUp(rng).running() as cache:
         shuffle, first = rng.random() < 0.8, rng.choice([*VIEWS])
-        how = {"seed": seed, "shuffle": shuffle}
+        how: dict[str, Any] = {"seed": seed, "shuffle": shuffle}
         view, state, given = first, None, Counter[int]()
         lost = False  # the epoch had a view whose values are gone
         views = {first}
@@ -179,7 +178,7 @@ def run(seed: int) -> Counter[str]:
             ]
             alone = reader(first, batch_size=10_000, **how)  # in one step
             try:
-                for each in (*ranks, alone) if state else ():
+                for each in (*ranks, alone)[: len(ranks) + 1 if state else 0]:
                     each.load_state_dict(json.loads(json.dumps(state)))
             except ConfigError as error:
                 assert "rows were erased since" in str(error), error

@@ -98,7 +98,7 @@ def count_at_most(ascending: Int64Array, values: Int64Array) -> Int64Array:
     return found
 
 
-def in_sorted(values: Int64Array, ascending: Int64Array) -> npt.NDArray[np.bool_]:
+def in_sorted(values: npt.NDArray[np.integer[Any]], ascending: Int64Array) -> npt.NDArray[np.bool_]:
     """Whether each value is in an ascending list."""
     if not len(ascending):
         return np.zeros(len(values), np.bool_)

@@ -112,7 +112,7 @@ class Stream:
             which, items = self.rows.find(rows)
         else:
             values = self.rows.values
-            items = np.flatnonzero(np.isin(values, rows))
+            items = np.flatnonzero(in_sorted(values, rows))
             which = np.searchsorted(rows, values[items])
         places = self.order.positions(items)
         kept = ~in_sorted(places, self._out)
@@ -135,7 +135,10 @@ class Stream:
         """The stream without these places, which are left in it."""
         if not len(places):
             return self
-        return replace(self, out=self.share(np.union1d(self._out, places)))
+        more = np.sort(places)
+        return replace(
+            self, out=self.share(np.insert(self._out, self._out.searchsorted(more), more))
+        )
 
 
 @dataclass(frozen=True)
