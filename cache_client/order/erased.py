@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Protocol
@@ -178,7 +177,7 @@ def noted(held: npt.NDArray[np.bool_]) -> str:
     """Bits as a short text."""
     if held.all() or not held.any():
         return "all" if held.all() else "none"
-    return base64.b85encode(zlib.compress(np.packbits(held).tobytes(), 9)).decode("ascii")
+    return base64.b85encode(np.packbits(held).tobytes()).decode("ascii")
 
 
 def bits_of(text: str, count: int) -> npt.NDArray[np.bool_]:
@@ -190,8 +189,9 @@ def bits_of(text: str, count: int) -> npt.NDArray[np.bool_]:
     if text in ("all", "none"):
         return np.full(count, text == "all")
     try:
-        reader = zlib.decompressobj()
-        packed = reader.decompress(base64.b85decode(text), count // 8 + 2)
-        return np.unpackbits(np.frombuffer(packed, np.uint8), count=count).astype(np.bool_)
-    except (ValueError, zlib.error) as error:
+        packed = np.frombuffer(base64.b85decode(text), np.uint8)
+        if len(packed) != -(-count // 8):
+            raise ValueError(f"{len(packed)} bytes")
+        return np.unpackbits(packed, count=count).astype(np.bool_)
+    except ValueError as error:
         raise ValueError(f"bad bits of {count} erased rows: {error}") from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -37,6 +38,9 @@ class FilledView:
     _found: dict[int, Int64Array] = field(
         init=False, default_factory=dict, repr=False, compare=False
     )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_found": {}}
 
     @property
     def identity(self) -> str:

@@ -35,8 +35,8 @@ class RestView:
 
     @property
     def num_bytes(self) -> int:
-        """8 bytes for each erased row."""
-        return self.rest.out.values.nbytes
+        """16 bytes for each erased row."""
+        return 2 * self.rest.out.values.nbytes
 
     def num_slots(self, epoch: int) -> int:
         """The rows that are left."""
