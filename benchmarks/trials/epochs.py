@@ -2,8 +2,8 @@
 
 ``make soak-epochs`` makes 1,000; ``python -m benchmarks.trials.epochs --cases 1 --seed 77`` repeats
 one. A case has up to 20 amendments: rows are appended or erased, and views change, with conditions
-and weights. One to seven ranks read, with any batch size; the job is killed anywhere, and goes on
-from its state with other ranks. The reference counts rows: after each amendment, a row is due as
+and weights. One to seven ranks read, with any batch size; the job is killed anywhere, and other
+ranks continue from its state. The reference counts rows: after each amendment, a row is due as
 often as the view says, less what was given. And the rows of any number of ranks, by step and rank,
 are those of one. No case needs a node: `MadeUp` answers in place of the cache.
 """

@@ -63,7 +63,7 @@ class OrderState:
             position 0 of epoch 0.
         erased: the last act of erasing whose rows the order leaves out; 0: none.
         notes: what conditions said of rows that were erased later, see `cache_client.order.erased`.
-        replayed: how a replay leaves rows out, ``shorter`` or ``filled``; empty: it is none.
+        replayed: how a replay leaves rows out, ``shorter`` or ``filled``; empty: no replay.
 
     Raises:
         ValueError: a field has a wrong type or value, or another ``format``; quotes it.

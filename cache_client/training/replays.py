@@ -57,7 +57,7 @@ class Forgotten:
         """Reads an attestation, as JSON or parsed.
 
         Raises:
-            ConfigError: it is none; quotes its begin.
+            ConfigError: it is something else; quotes its begin.
         """
         try:
             found = json.loads(attestation) if isinstance(attestation, str) else attestation
@@ -76,7 +76,7 @@ def replayed_state(replay: Mapping[str, Any], *, fill: bool) -> OrderState:
     """The state from which a job is replayed.
 
     Raises:
-        ConfigError: it is none, or of a replay of the other kind.
+        ConfigError: it is no state, or one of a replay of the other kind.
     """
     try:
         state = read_state(replay)
