@@ -120,7 +120,7 @@ def condition_of(options: View) -> str:
 def _chosen(version: VersionNodes, conditions: Sequence[str]) -> Iterator[npt.NDArray[np.uint32]]:
     """The rows of each shard that fulfil conditions; of erased ones, those that did."""
     shards, gone = version.shards, version.shards.erased.gone
-    ends = [*shards.starts[1:].tolist(), shards.num_rows]
+    ends = [*shards.starts.tolist(), shards.num_rows][1:]
     try:
         held = shards.erased.chosen(" AND ".join(conditions), shards.num_rows)
     except ValueError as error:
