@@ -200,9 +200,7 @@ class CacheIterableDataset(PastEpochs):
         )
         if version == "now":
             check_amendable(config.view)
-        super().__init__(config, open_version(config, epoch=None if version == "ready" else 0))
-        self._asked: Asked | None = None  # what is read from the next border of steps on
-        self._num_amended = 0
+        self._begin(config, open_version(config, epoch=None if version == "ready" else 0))
         if replay is not None and without is not None:
             self._replay(replay, without, fill=fill)
         elif replay is not without or fill:
@@ -210,6 +208,18 @@ class CacheIterableDataset(PastEpochs):
                 f"replay, without and fill go together, got replay={replay!r:.80}, "
                 f"without={without!r:.80}, fill={fill!r}"
             )
+
+    def _begin(self, config: JobConfig, opened: Opened) -> None:
+        super().__init__(config, opened)
+        self._asked: Asked | None = None  # what is read from the next border of steps on
+        self._num_amended = 0
+
+    @classmethod
+    def of(cls, config: JobConfig, opened: Opened) -> CacheIterableDataset:
+        """A dataset that reads what was opened before."""
+        made = cls.__new__(cls)
+        made._begin(config, opened)
+        return made
 
     def amend(
         self,

@@ -134,7 +134,10 @@ def ask_for_window(
             pass_.traceparent, "cache.window", step=step, rows=len(plan.samples.row_ids)
         )
         with tracing.current(span):
-            wait = request(plan.samples.row_ids)
+            try:
+                wait = request(plan.samples.row_ids)
+            except ErasedRowsError:  # learns of them where it waits
+                wait = partial(fetch, plan.samples.row_ids)
 
     def receive() -> Window:
         with _named(step), tracing.spanning(span):

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from cache_client import CacheClient, CacheIterableDataset, View
+from cache_client import CacheClient, CacheIterableDataset, CacheMixture, Connection, View
 from cache_protocol.errors import ConfigError
 from cache_server import LocalCluster
 from tests.erasing import Erasing, erasing
@@ -179,3 +179,40 @@ def test_conditions_on_values_that_are_gone_are_known_from_the_state(
     resumed.load_state_dict(reader(nodes, view=VIEWS["where"]).state_dict())
     with pytest.raises(ConfigError, match="rows were erased since, and the condition"):
         resumed.load_state_dict(before)
+
+
+def test_mixtures_leave_out_rows_and_resume(nodes: LocalCluster, erasing: Erasing) -> None:
+    cache = Connection(nodes.endpoint, local=False)  # nodes know nothing of what is erased here
+
+    def mixture() -> CacheMixture:
+        return CacheMixture(
+            {
+                "left": (reader(nodes, cache=cache), 2),
+                "right": (reader(nodes, seed=9, view=View(fold=(0, 2)), cache=cache), 1),
+            },
+            source_column="source",
+        )
+
+    whole = [row for batch in mixture() for row in batch["row"].tolist()]
+    running, gone = mixture(), {*range(0, ROWS, 5)}
+    state = running.state_dict(steps=4)
+    erasing.erase("rows", sorted(gone))
+    assert rows_of(running) == [row for row in whole if row not in gone]
+    resumed = mixture()
+    assert not {*rows_of(mixture())} & gone
+    resumed.load_state_dict(json.loads(json.dumps(state)))
+    assert rows_of(resumed) == [row for row in whole[20:] if row not in gone]
+
+
+def test_packed_sequences_have_no_tokens_of_erased_rows(
+    nodes: LocalCluster, erasing: Erasing
+) -> None:
+    tokens = pa.array([[row] * (row % 5 + 1) for row in range(40)], pa.list_(pa.int32()))
+    CacheClient(nodes.endpoint).write("texts", pa.table({"tokens": tokens}))
+    view = View(pack="tokens", sequence_length=8, pad_token=-1)
+    running = reader(nodes, "texts", view=view, batch_size=2)
+    gone = [*range(0, 40, 3)]
+    erasing.erase("texts", gone)
+    for dataset in (running, reader(nodes, "texts", view=view, batch_size=2)):
+        found = {token for batch in dataset for token in batch["tokens"].unique().tolist()}
+        assert found - {-1} == {*range(40)} - {*gone}
