@@ -214,13 +214,6 @@ class CacheIterableDataset(PastEpochs):
         self._asked: Asked | None = None  # what is read from the next border of steps on
         self._num_amended = 0
 
-    @classmethod
-    def of(cls, config: JobConfig, opened: Opened) -> CacheIterableDataset:
-        """A dataset that reads what was opened before."""
-        made = cls.__new__(cls)
-        made._begin(config, opened)
-        return made
-
     def amend(
         self,
         *,
@@ -554,3 +547,10 @@ class CacheIterableDataset(PastEpochs):
             "seed": self.seed,
             "epoch": self.epoch,
         }
+
+
+def dataset_of(config: JobConfig, opened: Opened) -> CacheIterableDataset:
+    """A dataset that reads what was opened before."""
+    made = CacheIterableDataset.__new__(CacheIterableDataset)
+    made._begin(config, opened)
+    return made

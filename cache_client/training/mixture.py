@@ -24,7 +24,7 @@ from cache_client.reading.joined_reader import JoinedSource
 from cache_client.reading.rows import Rows
 from cache_client.reading.source import Source
 from cache_client.training.base import RankBatches
-from cache_client.training.dataset import CacheIterableDataset
+from cache_client.training.dataset import CacheIterableDataset, dataset_of
 from cache_client.training.job_config import JobConfig
 from cache_client.training.left_out import LeftOut
 from cache_client.training.opened import Opened, open_version
@@ -355,7 +355,7 @@ def _mixture_of(
     for name, config in configs.items():
         key = f"source {name}"
         opened = open_version(config, fingerprint=versions[key], until=untils[key])
-        sources[name] = (CacheIterableDataset.of(config, opened), weights[name])
+        sources[name] = (dataset_of(config, opened), weights[name])
     return CacheMixture(sources, **options)
 
 
