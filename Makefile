@@ -38,7 +38,7 @@ PEERS_STAMP := $(PEERS)/.installed
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-frameworks floor e2e soak soak-writes fuzz audits soak-queries soak-draws soak-texts damage writers large \
+.PHONY: help demo test test-frameworks floor e2e soak soak-writes fuzz audits soak-queries soak-epochs soak-draws soak-texts damage writers large \
 	check format docs images bench bench-quick proto venv clean
 
 help:  ## show the targets

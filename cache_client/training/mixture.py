@@ -292,9 +292,11 @@ class CacheMixture(RankBatches):
         except ValueError:
             return  # is refused by name
         untils = {name: told.get(name, {}).get("erased", 0) for name in self._told}
-        if self._as_before is None or state.fingerprint == self.fingerprint or untils == {
-            name: each.get("erased", 0) for name, each in self._told.items()
-        }:
+        if (
+            self._as_before is None
+            or state.fingerprint == self.fingerprint
+            or untils == {name: each.get("erased", 0) for name, each in self._told.items()}
+        ):
             return
         if self._cursor.has_workers:
             raise ConfigError(
