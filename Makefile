@@ -38,7 +38,7 @@ PEERS_STAMP := $(PEERS)/.installed
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-frameworks floor e2e soak soak-writes fuzz audits soak-queries soak-draws soak-texts damage writers large \
+.PHONY: help demo test test-frameworks floor e2e soak soak-writes fuzz audits soak-queries soak-epochs soak-draws soak-texts damage writers large \
 	check format docs images bench bench-quick proto venv clean
 
 help:  ## show the targets
@@ -71,6 +71,9 @@ fuzz: $(WITH)test  ## send a million malformed calls to a node with tokens; 20 m
 
 audits: $(WITH)test  ## check the verdicts of 2,000 made-up epochs, most with a fault; a minute, ARGS="--seed 2000"
 	$(BIN)/python -m benchmarks.trials.audits $(ARGS)
+
+soak-epochs: $(WITH)test  ## amend, erase, kill and resume 1,000 made-up jobs; 10 minutes, ARGS="--seed 1000"
+	$(BIN)/python -m benchmarks.trials.epochs $(ARGS)
 
 soak-queries: $(WITH)test  ## compare 30,000 generated queries and columns with other engines; 15 minutes, ARGS="--seed 1"
 	$(BIN)/python -m benchmarks.trials.differential $(ARGS)

@@ -244,7 +244,7 @@ class Case:
         for worker in range(num_workers):
             own = worker_steps(plan.num_steps, worker, num_workers)
             for window in step_windows(own, self.rng.randint(1, 5)):
-                slots, sizes, samples = samples_of(self.view, plan, order, window, rank)
+                slots, sizes, samples, _ = samples_of(self.view, plan, order, window, rank)
                 assert slots.tolist() == [
                     s for each in window for s in by_definition(plan, slots_of, each, rank)
                 ]

@@ -35,6 +35,7 @@ from cache_client.cli.jobs_display import JOB_COLUMNS, audit_lines, job_json, jo
 from cache_client.cli.seen import (
     Sighting,
     Wanted,
+    last_clean,
     seen_by_record,
     seen_by_state,
     sighting_json,
@@ -52,6 +53,7 @@ from cache_client.control.client import CacheClient
 from cache_client.control.infos import JobInfo
 from cache_client.job.connection import access_to
 from cache_client.order.audit import audit
+from cache_client.order.states import OrderState
 from cache_client.views.view import Shuffle
 from cache_protocol.cli.facts import printable
 from cache_protocol.errors import CacheError, ConfigError, DatasetNotFoundError, some_of
@@ -276,7 +278,12 @@ def rows(
 
 def seen(
     name: Annotated[str, typer.Argument(metavar="NAME", help="Name of a dataset.")],
-    where: Annotated[str, typer.Option(help="SQL of the rows, such as 'user_id = 7'.")],
+    where: Annotated[
+        str | None, typer.Option(help="SQL of the rows, such as 'user_id = 7'.")
+    ] = None,
+    forgotten: Annotated[
+        int | None, typer.Option(help="Instead of --where: the act that forgot them.")
+    ] = None,
     state: Annotated[
         list[Path] | None,
         typer.Option(help="State or checkpoint of a job (JSON or torch); repeat it."),
@@ -297,14 +304,18 @@ def seen(
     """Show when rows were given to a job, and how often.
 
     No log of the training is needed: the order of a job is a function of its state. A state tells
-    of all epochs up to it, as if all had its version; it knows the amendments of the job.
+    of all epochs up to it, as if all had its version; it knows the amendments of the job. The last
+    line names the last clean state: none of the rows was given before it.
 
     Ends with 4 if it cannot be shown.
     """
     if (job is None) == (not state):
         raise ConfigError("give either --state FILE or --job JOB")
+    if (where is None) == (forgotten is None):
+        raise ConfigError("give either --where SQL or --forgotten ACT: see cachectl forgotten")
     access = access_to(connection_of(endpoint, timeout_s))
-    wanted = Wanted(access, name, where)
+    wanted = Wanted(access, name, where, forgotten or 0)
+    states: list[tuple[str, OrderState, list[Sighting]]] = []
     found: dict[str, list[Sighting]] = {}
     if job is not None:
         info = _job(client_of(endpoint, timeout_s=timeout_s), job, None)
@@ -317,11 +328,19 @@ def seen(
     for path in state or ():
         sizes = {"batch_size": batch_size or 0, "world_size": world_size or 1}
         for one in read_states(path):
-            found.setdefault(str(path), []).extend(seen_by_state(access, one, wanted, **sizes))
+            every = list(seen_by_state(access, one, wanted, **sizes))
+            states.append((str(path), one, every))
+            found.setdefault(str(path), []).extend(every)
+    clean = last_clean(states)
     if as_json:
         print_json(
             [
-                {"of": of, "rows": wanted.count, "epochs": [sighting_json(one) for one in every]}
+                {
+                    "of": of,
+                    "rows": wanted.count,
+                    "last_clean": of == clean,
+                    "epochs": [sighting_json(one) for one in every],
+                }
                 for of, every in found.items()
             ]
         )
@@ -342,6 +361,8 @@ def seen(
             f"{printable(of)}: {len(rows_given):,} of {wanted.count:,} rows were given, "
             f"{times:,} times in all"
         )
+    if states:
+        show_line(f"last clean: {printable(clean)}" if clean else "no state is clean")
 
 
 def _row_json(row: StepRow) -> dict[str, object]:

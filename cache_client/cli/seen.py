@@ -18,8 +18,10 @@ from cache_client.cli.step_rows import (
     question_of,
     read_view,
 )
+from cache_client.flight.routing import ShardMap
 from cache_client.job.connection import Access
 from cache_client.order.audit_record import AuditRecord
+from cache_client.order.erased import NO_ROWS
 from cache_client.order.order import EpochOrder, StepPlan
 from cache_client.order.permutation import Int64Array
 from cache_client.order.states import OrderState, parts_of
@@ -56,15 +58,16 @@ class Sighting:
 
 
 class Wanted:
-    """The rows of a dataset that fulfil a condition, found once in each version.
+    """Some rows of a dataset, found once in each version.
 
     Args:
         dataset: its name.
-        where: SQL of the condition.
+        where: SQL of a condition that they fulfil; None: they were forgotten.
+        act: the number of the act that forgot them; used if there is no condition.
     """
 
-    def __init__(self, access: Access, dataset: str, where: str) -> None:
-        self._access, self._dataset, self._where = access, dataset, where
+    def __init__(self, access: Access, dataset: str, where: str | None, act: int = 0) -> None:
+        self._access, self._dataset, self._where, self._act = access, dataset, where, act
         self._found: dict[str, Int64Array] = {}
 
     @property
@@ -85,7 +88,9 @@ class Wanted:
             first += shards.num_rows
         return np.concatenate(joined), np.concatenate(row_ids)
 
-    def _select(self, shards: Any) -> Int64Array:
+    def _select(self, shards: ShardMap) -> Int64Array:
+        if self._where is None:
+            return shards.erased.acts.get(self._act, NO_ROWS)
         try:
             from cache_client.view_options.columns import VersionNodes, selected_rows
         except ImportError as error:
@@ -144,6 +149,17 @@ def seen_by_record(access: Access, record: AuditRecord, wanted: Wanted) -> Sight
     return Sighting(record.epoch, row_ids[which[own]], positions[own], steps[own], ranks[own])
 
 
+def last_clean(states: Sequence[tuple[str, OrderState, Sequence[Sighting]]]) -> str | None:
+    """The name of the latest state before which none of the rows was given; None: there is none.
+
+    Args:
+        states: name, state and what was given before it.
+    """
+    dirty = {name for name, _, every in states if any(len(each.rows) for each in every)}
+    clean = [(state.epoch, state.rows_consumed, name) for name, state, _ in states]
+    return max((each for each in clean if each[2] not in dirty), default=(0, 0, None))[2]
+
+
 def sighting_json(found: Sighting) -> dict[str, Any]:
     """A sighting as JSON types."""
     names: Mapping[str, Int64Array | None] = {
@@ -172,6 +188,7 @@ def _question(state: OrderState, epoch: int, batch_size: int, world_size: int) -
         pad=False,
         rows_consumed=0,
         skipped=tuple((start, stop) for at, start, stop in state.skipped if at == epoch),
+        notes=state.notes,
     )
 
 
@@ -184,5 +201,5 @@ def _read(
     version = replace(question, view="", fingerprint=state.fingerprint.partition("-")[0])
     versions, _, _ = read_view(access, version)
     parts = parts_of(state.amended, question.epoch)
-    view = amended_rows(access, versions[0].shards, parts, question.shuffle)
+    view = amended_rows(access, versions[0].shards, parts, question.shuffle, state.notes)
     return versions, view, question.shuffle.order(view, question.epoch, question.skipped)

@@ -8,20 +8,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
+from cache_client.control.erasures import with_erased
 from cache_client.control.infos import JobInfo
 from cache_client.control.row_reads import fetch_rows, open_version
 from cache_client.flight.routing import ShardMap
 from cache_client.job.connection import Access
 from cache_client.order.audit_record import AuditRecord
 from cache_client.order.due import Due
+from cache_client.order.erased import Notes, in_sorted, joined_rows
 from cache_client.order.order import EpochOrder, StepPlan, runs_of_steps
+from cache_client.order.permutation import Int64Array
 from cache_client.order.states import AmendedPart, amended_from_dict, parts_of
 from cache_client.order.view_text import view_options
 from cache_client.views.amended import Part, amended_view
@@ -61,6 +64,7 @@ class Question:
         skip_steps: of the epoch, that are left out.
         skipped: the same, as runs of positions.
         of_groups: the epoch was read while the version loaded.
+        notes: what conditions said of rows that were erased since.
     """
 
     dataset: str
@@ -78,6 +82,7 @@ class Question:
     skip_steps: Sequence[int] = ()
     skipped: tuple[tuple[int, int], ...] = ()
     of_groups: bool = False
+    notes: Notes = field(default_factory=dict)
 
 
 class StepRow(NamedTuple):
@@ -200,10 +205,19 @@ def step_rows(access: Access, question: Question) -> tuple[pa.Schema, list[StepR
         ids = row_ids[own] - firsts[number]
         if not len(ids):
             continue
-        values = fetch_rows(access, version.shards, ids).to_pylist()
+        values = _values(access, version.shards, ids)
         for at, row_id, row in zip(own.tolist(), ids.tolist(), values, strict=True):
             found[at] = StepRow(int(ranks[at]), version.source, row_id, row)
     return versions[0].shards.logical, [each for each in found if each is not None]
+
+
+def _values(access: Access, shards: ShardMap, ids: Int64Array) -> list[dict[str, Any]]:
+    """The values of rows; nulls for those that were erased."""
+    erased = shards.erased
+    gone = in_sorted(ids, joined_rows([erased.left_out, erased.gone]))
+    there = iter(fetch_rows(access, shards, ids[~gone]).to_pylist() if not gone.all() else ())
+    none = dict.fromkeys(shards.logical.names)
+    return [none if is_gone else next(there) for is_gone in gone.tolist()]
 
 
 class ReadVersion(NamedTuple):
@@ -226,6 +240,7 @@ def read_view(access: Access, question: Question) -> tuple[list[ReadVersion], Sl
     """
     try:
         options = view_options(question.view)
+        erased = int(options.pop("erased", 0))
         history = amended_from_dict(options["amended"]) if "amended" in options else ()
     except ValueError as error:
         raise NotShownError(
@@ -236,9 +251,11 @@ def read_view(access: Access, question: Question) -> tuple[list[ReadVersion], Sl
         return _read_mixture(access, question, options)
     if question.of_groups:
         return _read_log(access, question, fingerprint)
-    shards = _open(access, question.dataset, fingerprint)
+    until = erased if question.fingerprint else None
+    shards = _open(access, question.dataset, fingerprint, until, question.notes)
     if history:
-        view: SlotView = amended_rows(access, shards, parts_of(history, question.epoch), shuffle)
+        parts = parts_of(history, question.epoch)
+        view: SlotView = amended_rows(access, shards, parts, shuffle, question.notes)
         has_all = not {"codes", "join"} & options.keys()
     else:
         view, has_all = _make_view(access, shards, options, shuffle)
@@ -248,24 +265,29 @@ def read_view(access: Access, question: Question) -> tuple[list[ReadVersion], Sl
 
 
 def amended_rows(
-    access: Access, shards: ShardMap, parts: Sequence[AmendedPart], shuffle: Shuffle
+    access: Access,
+    shards: ShardMap,
+    parts: Sequence[AmendedPart],
+    shuffle: Shuffle,
+    notes: Notes,
 ) -> SlotView:
     """The view of an epoch that has these segments.
 
     Args:
         shards: of a version that has the rows of all segments.
         parts: of one epoch.
+        notes: what conditions said of rows that were erased since.
 
     Raises:
         NotShownError: the version has other rows. CacheError: as `_make_view`.
     """
     try:
-        told = [
-            Part(part.at, part.num_rows, _make_view(
-                access, shards.first_rows(part.num_rows), view_options(part.view), shuffle
-            )[0])
-            for part in parts
-        ]  # fmt: skip
+        told = []
+        for part in parts:
+            own = shards.first_rows(part.num_rows)
+            own = replace(own, erased=replace(own.erased, until=part.erased, notes=notes))
+            view, _ = _make_view(access, own, view_options(part.view), shuffle)
+            told.append(Part(part.at, part.num_rows, view))
     except ValueError as error:
         raise NotShownError(f"the job was amended, and {error}") from None
     return told[0].view if len(told) == 1 else amended_view(parts[0].epoch, shuffle, told)
@@ -299,7 +321,8 @@ def _read_mixture(
             if name.startswith("source ")}  # fmt: skip
     versions, sources = [], []
     for name, each in told.items():
-        shards = _open(access, each["dataset"], each["fingerprint"])
+        until = int(each.get("erased", 0))
+        shards = _open(access, each["dataset"], each["fingerprint"], until)
         shuffle = Shuffle(each["shuffle"], each["shuffle_block_size"], each["seed"])
         view, _ = _make_view(access, shards, each["view"], shuffle)
         versions.append(ReadVersion(name, shards))
@@ -328,9 +351,18 @@ def _compare(question: Question, fingerprint: str) -> None:
         )
 
 
-def _open(access: Access, name: str, fingerprint: str, *, with_log: bool = False) -> ShardMap:
+def _open(
+    access: Access,
+    name: str,
+    fingerprint: str,
+    until: int | None = None,
+    notes: Notes | None = None,
+    *,
+    with_log: bool = False,
+) -> ShardMap:
     try:
-        return open_version(access, name, fingerprint, with_log=with_log)
+        shards = open_version(access, name, fingerprint, with_log=with_log)
+        return shards if with_log else with_erased(access, shards, until, notes)
     except StaleVersionError as error:
         raise NotShownError(f"the cache does not have the version any more: {error}") from None
 
@@ -348,7 +380,7 @@ def _make_view(
     access: Access, shards: ShardMap, options: Mapping[str, Any], shuffle: Shuffle
 ) -> tuple[SlotView, bool]:
     """The view of options, and whether none of them was left out."""
-    if not options:
+    if not options and not len(shards.erased.left_out):
         return PlainView(shards.num_rows), True
     asked = _view(options)
     from cache_client.view_options.columns import VersionNodes

@@ -15,6 +15,7 @@ from cache_client.control.coordinator import Calls, Coordinator
 from cache_client.control.drains import wait_until_drained
 from cache_client.control.forecast import LoadForecast
 from cache_client.control.forecast import from_proto as forecast_from_proto
+from cache_client.control.forgets import Forgets
 from cache_client.control.infos import (
     CacheStatus,
     DatasetInfo,
@@ -26,7 +27,7 @@ from cache_client.control.infos import (
     job_info,
     node_info,
 )
-from cache_client.control.loads import create, listeners_of, wait_until_loaded
+from cache_client.control.loads import checked_spec, create, listeners_of, wait_until_loaded
 from cache_client.control.row_reads import checked_name, read_rows
 from cache_client.job.argument_names import names_explained
 from cache_client.job.arguments import (
@@ -61,7 +62,7 @@ MOST_PRIORITY = 1000
 _MOVED = {each.name: f"now cache=Connection({each.name}=...)" for each in fields(Connection)}
 
 
-class CacheClient:
+class CacheClient(Forgets):
     """Loads, lists and drops datasets. Thread-safe; holds no connection between calls.
 
     Args:
@@ -124,7 +125,7 @@ class CacheClient:
             problems += flag_problems(name, value)
         problems += function_problems("on_progress", on_progress)
         return self._load(
-            _checked_spec(spec, problems), wait, progress, on_progress, timeout_s, refresh=refresh
+            checked_spec(spec, problems), wait, progress, on_progress, timeout_s, refresh=refresh
         )
 
     def _load(
@@ -354,7 +355,7 @@ class CacheClient:
                 integer_or_problem(problems, name, value, 1, maximum)
         ranks = integer_or_problem(problems, "world_size", world_size, 1)
         rows = integer_or_problem(problems, "batch_size", batch_size, 1)
-        spec = _checked_spec(spec, problems)
+        spec = checked_spec(spec, problems)
         request = pb.PlanDatasetRequest(
             spec=spec.to_proto(),
             secrets=spec.secrets_to_proto(),
@@ -572,27 +573,3 @@ class CacheClient:
         return read_rows(
             self._access, name, lambda rows: np.arange(min(num_rows, rows), dtype=np.int64)
         )
-
-
-def _checked_spec(spec: object, problems: list[str]) -> DatasetSpec:
-    """The spec of an argument.
-
-    Raises:
-        ConfigError: there are problems, with the spec or before. A mapping is not quoted, because
-            it may hold secrets.
-    """
-    found: DatasetSpec | None = None
-    if isinstance(spec, DatasetSpec):
-        found = spec
-    elif isinstance(spec, str | os.PathLike) and spec != "":
-        found = checked(problems, lambda: DatasetSpec.from_yaml(spec))
-    elif isinstance(spec, Mapping):
-        problems.append(
-            "spec must be a DatasetSpec or the path of a YAML file, got a "
-            f"{type(spec).__name__}: convert it with DatasetSpec.from_mapping"
-        )
-    else:
-        problems.append(f"spec must be a DatasetSpec or the path of a YAML file, got {spec!r}")
-    if problems or found is None:
-        raise ConfigError("; ".join(problems))
-    return found

@@ -41,6 +41,8 @@ class DatasetInfo:
         last_read_s: clock of the coordinator, in seconds since 1970; None: it was not read yet.
         load_s: seconds that its load took; 0: unknown.
         zones: node -> its zone, of those that have one.
+        erasures: acts that forgot some of its rows; see `CacheClient.erased_rows`.
+        erased_rows: that they erased. They keep their row ids, and ``num_rows`` counts them.
     """
 
     name: str
@@ -64,6 +66,8 @@ class DatasetInfo:
     last_read_s: float | None = field(default=None, compare=False)
     load_s: float = field(default=0.0, compare=False)
     zones: Mapping[str, str] = field(default_factory=dict, compare=False)
+    erasures: int = 0
+    erased_rows: int = 0
 
     def shards_of_zones(self) -> dict[str, int]:
         """How many shards have a replica in each zone; without nodes that have no zone."""

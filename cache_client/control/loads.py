@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
 import grpc
 
 from cache_client.control.coordinator import Calls, remaining_time_s
 from cache_protocol.cli.load_bar import progress_bar
-from cache_protocol.errors import (
-    NotReadyError,
-)
+from cache_protocol.datasets.dataset_spec import DatasetSpec
+from cache_protocol.errors import ConfigError, NotReadyError, checked
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.wire.load_progress import LoadReport, wait_for_load
 
@@ -100,3 +100,27 @@ def _timeout_error(watch: pb.WatchDatasetRequest, info: pb.DatasetInfo) -> NotRe
         f"dataset {watch.name!r} was not ready within the time given: {done.shards_done} of "
         f"{done.shards_total} shards, {done.rows_done} rows; the load goes on"
     )
+
+
+def checked_spec(spec: object, problems: list[str]) -> DatasetSpec:
+    """The spec of an argument.
+
+    Raises:
+        ConfigError: there are problems, with the spec or before. A mapping is not quoted, because
+            it may hold secrets.
+    """
+    found: DatasetSpec | None = None
+    if isinstance(spec, DatasetSpec):
+        found = spec
+    elif isinstance(spec, str | os.PathLike) and spec != "":
+        found = checked(problems, lambda: DatasetSpec.from_yaml(spec))
+    elif isinstance(spec, Mapping):
+        problems.append(
+            "spec must be a DatasetSpec or the path of a YAML file, got a "
+            f"{type(spec).__name__}: convert it with DatasetSpec.from_mapping"
+        )
+    else:
+        problems.append(f"spec must be a DatasetSpec or the path of a YAML file, got {spec!r}")
+    if problems or found is None:
+        raise ConfigError("; ".join(problems))
+    return found

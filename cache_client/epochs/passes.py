@@ -34,6 +34,7 @@ class Pass:
         ended: the iterator was asked for more batches than there are.
         most_steps: that it makes; None: all.
         amend_after: steps after which ``amend`` is called; None: never.
+        on_step: called after each batch that is handed out.
         superseded: its epoch was amended, and another pass reads the rest.
         due_of: what its epoch owes; the first call takes a pass over the rows of some views.
         of_loader: workers make its batches, and a `CacheLoader` counts those it hands out.
@@ -59,6 +60,7 @@ class Pass:
     most_steps: int | None = None
     amend_after: int | None = None
     amend: Callable[[], None] | None = None
+    on_step: Callable[[], None] | None = None
     superseded: bool = False
     traceparent: str = ""
 
@@ -129,6 +131,8 @@ class Passes:
             self._take_over(pass_, overtaken=main)
         if pass_.amend is not None and pass_.handed_out == pass_.amend_after:
             pass_.amend()
+        elif pass_.on_step is not None and main is pass_:
+            pass_.on_step()
 
     def current(self) -> Pass | None:
         """The pass that a state tells of; None where none has begun since `forget`.

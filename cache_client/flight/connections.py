@@ -431,6 +431,7 @@ def _shard_map(info: flight.FlightInfo, asked_at: float, of: str = "the cache") 
         _load_log(plan.log) if plan.HasField("log") else None,
         tuple(checksums),
         plan.full_name,
+        plan.erasures,
     )
 
 

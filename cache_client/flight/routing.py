@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from cache_client.order.erased import Erased
 from cache_client.order.load_log import GroupLog
 from cache_protocol.storage.layout import Layout
 from cache_protocol.storage.row_index import ROWS_OF_A_SHARD, Ids, Indices, RowIndex, group_rows
@@ -64,6 +65,8 @@ class ShardMap:
         layout: of the columns to read, packed.
         checksums: of the sealed file of each shard.
         full_name: of the dataset, with its namespace; empty: of a node that does not tell.
+        erasures: how many acts erased some of its rows, as the cache said.
+        erased: the rows that they erased.
         log: of a version that may load: the map has the shards of its groups, ``num_rows`` rows
             together, and its row ids are numbers by shard. None: of a ready version.
     """
@@ -82,6 +85,8 @@ class ShardMap:
     log: GroupLog | None = None
     checksums: tuple[str, ...] = field(default=(), repr=False, compare=False)
     full_name: str = field(default="", repr=False, compare=False)
+    erasures: int = field(default=0, compare=False)
+    erased: Erased = field(default=Erased(), repr=False, compare=False)
     layout: Layout = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -129,6 +134,7 @@ class ShardMap:
             replicas=self.replicas[:count],
             files=self.files[:count],
             checksums=self.checksums[:count],
+            erased=self.erased.first(num_rows),
         )
 
     def locations(self, first: str) -> list[str]:

@@ -20,30 +20,18 @@ import hashlib
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
+from cache_client.order.erased import NO_ROWS, Listed, Rest, count_at_most, in_sorted
 from cache_client.order.order import EpochOrder
 from cache_client.order.permutation import Int64Array, splitmix64
 
 _MOST: Final = 2**62  # of the product of two lengths, in 64 bits
 MOST_MOVED: Final = 2**17
 """Rows of short streams that move to a new one with an amendment, so that streams stay few."""
-_NONE: Final = np.empty(0, np.int64)
-
-
-class Listed(Protocol):
-    """Row ids in any order; they may repeat.
-
-    Attributes:
-        values: integers, shape ``(n,)``.
-    """
-
-    values: npt.NDArray[np.integer[Any]]
-
-    def __len__(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -51,14 +39,14 @@ class Stream:
     """Rows in a permuted order, given from the begin on.
 
     Args:
-        rows: of the stream; a range, or a list.
+        rows: of the stream; a range, with or without all of its rows, or a list.
         order: place in the stream -> which of the rows.
         share: makes a list that the processes of a job share.
         start: places before this one are over: they were given, or left out.
         out: places that are left out, ascending, int64; None: none.
     """
 
-    rows: range | Listed
+    rows: range | Rest | Listed
     order: EpochOrder
     share: Callable[[Int64Array], Listed] = field(repr=False, compare=False)
     start: int = 0
@@ -76,7 +64,7 @@ class Stream:
 
     @property
     def _out(self) -> Int64Array:
-        return _NONE if self.out is None else self.out.values.view(np.int64)
+        return NO_ROWS if self.out is None else self.out.values.view(np.int64)
 
     @property
     def num_left(self) -> int:
@@ -86,17 +74,15 @@ class Stream:
     @property
     def lists(self) -> list[Listed]:
         """Its lists; other streams may have the same ones."""
-        rows = None if isinstance(self.rows, range) else self.rows
-        return [each for each in (rows, self.out, self._ahead) if each is not None]
+        rows = self.rows.out if isinstance(self.rows, Rest) else self.rows
+        found = (None if isinstance(rows, range) else rows, self.out, self._ahead)
+        return [each for each in found if each is not None]
 
     def places(self, left: Int64Array) -> Int64Array:
         """The places of some of those that are left, counted from the first of them."""
         places: Int64Array = left + self.start
-        if self._ahead is not None and len(left):
-            # Those of a window are near each other, so a part of the list is searched.
-            ahead = self._ahead.values
-            first, last = np.searchsorted(ahead, [left.min(), left.max() + 1])
-            places += np.searchsorted(ahead[first:last], left, side="right") + first
+        if self._ahead is not None:
+            places += count_at_most(self._ahead.values.view(np.int64), left)
         return places
 
     def row_ids(self, left: Int64Array) -> Int64Array:
@@ -105,6 +91,8 @@ class Stream:
         if isinstance(self.rows, range):
             items += self.rows.start
             return items
+        if isinstance(self.rows, Rest):
+            return self.rows.take(items)
         return np.take(self.rows.values, items).astype(np.int64, copy=False)
 
     def find(self, rows: Int64Array) -> tuple[Int64Array, Int64Array]:
@@ -120,19 +108,21 @@ class Stream:
             first, last = np.searchsorted(rows, [self.rows.start, self.rows.stop])
             which = np.arange(first, last, dtype=np.int64)
             items = rows[first:last] - self.rows.start
+        elif isinstance(self.rows, Rest):
+            which, items = self.rows.find(rows)
         else:
             values = self.rows.values
-            items = np.flatnonzero(np.isin(values, rows))
+            items = np.flatnonzero(in_sorted(values, rows))
             which = np.searchsorted(rows, values[items])
         places = self.order.positions(items)
-        kept = ~_in_sorted(places, self._out)
+        kept = ~in_sorted(places, self._out)
         return which[kept], places[kept]
 
     def left_of(self, places: Int64Array) -> Int64Array:
         """The inverse of `places`; -1 for those that are over or left out."""
         left = places - self.start
         left -= np.searchsorted(self._out, places) - self._passed
-        left[(places < self.start) | _in_sorted(places, self._out)] = -1
+        left[(places < self.start) | in_sorted(places, self._out)] = -1
         return left
 
     def after(self, count: int) -> Stream:
@@ -145,7 +135,10 @@ class Stream:
         """The stream without these places, which are left in it."""
         if not len(places):
             return self
-        return replace(self, out=self.share(np.union1d(self._out, places)))
+        more = np.sort(places)
+        return replace(
+            self, out=self.share(np.insert(self._out, self._out.searchsorted(more), more))
+        )
 
 
 @dataclass(frozen=True)
@@ -260,7 +253,7 @@ class Segment:
         Returns:
             Which of the rows, and its position, counted from the begin of the segment; in no order.
         """
-        whichs, positions = [_NONE], [_NONE]
+        whichs, positions = [NO_ROWS], [NO_ROWS]
         for number, path in self._paths():
             which, places = self.streams[number].find(rows)
             items = self.streams[number].left_of(places)
@@ -348,7 +341,7 @@ def _word(text: str) -> int:
 # -- what changes ----------------------------------------------------------------------------------
 
 
-Due = range | Int64Array
+Due = range | Rest | Int64Array
 """The rows that are due in an epoch, ascending, each as often as it is due."""
 
 
@@ -359,7 +352,7 @@ class Change:
     Attributes:
         streams: without the rows that are not due any more, or moved.
         new: rows of a new stream: those that became due and were not given, each as often as it
-            lacks, and what was left of short streams. A range, or ascending.
+            lacks, and what was left of short streams. As `Due`.
     """
 
     streams: tuple[Stream, ...]
@@ -376,9 +369,13 @@ def change(streams: Sequence[Stream], before: Due, now: Due) -> Change:
         before: what was due by these streams.
         now: what is due.
     """
-    if isinstance(before, range) and isinstance(now, range):
-        return _with_short(streams, range(before.stop, now.stop))
-    rows, due = _changed(before, now)
+    added: Due = range(0)
+    if isinstance(before, np.ndarray) or isinstance(now, np.ndarray):
+        rows, due = _changed(before, now)
+    else:
+        (rows, due), added = _changed_spans(before, now), _appended(before, now)
+    if not len(rows):
+        return _with_short(streams, added)
     have = np.zeros(len(rows), np.int64)
     left: list[Int64Array] = []  # which row, stream, place
     for number, stream in enumerate(streams):
@@ -392,7 +389,8 @@ def change(streams: Sequence[Stream], before: Due, now: Due) -> Change:
     kept = [
         stream.without(places[out & (numbers == number)]) for number, stream in enumerate(streams)
     ]
-    return _with_short(kept, np.repeat(rows, np.maximum(due - have, 0)))
+    lacking = np.repeat(rows, np.maximum(due - have, 0))
+    return _with_short(kept, _joined(added, lacking))
 
 
 def _with_short(streams: Sequence[Stream], new: Due) -> Change:
@@ -408,7 +406,7 @@ def _with_short(streams: Sequence[Stream], new: Due) -> Change:
             moved.append(kept[number].row_ids(left))
             kept[number] = kept[number].without(kept[number].places(left))
     if moved:
-        new = np.sort(np.concatenate([np.asarray(new, np.int64), *moved]))
+        new = _joined(new, *moved)
     return Change(tuple(kept), new)
 
 
@@ -419,20 +417,48 @@ def _last_first(left: Int64Array) -> Int64Array:
 
 def are_distinct(due: Due) -> bool:
     """Whether no row is due twice."""
-    return isinstance(due, range) or bool((due[1:] > due[:-1]).all())
+    return not isinstance(due, np.ndarray) or bool((due[1:] > due[:-1]).all())
 
 
 def _listed(due: Due) -> Int64Array:
     if isinstance(due, range):
         return np.arange(due.start, due.stop, dtype=np.int64)
-    return due
+    return due.listed() if isinstance(due, Rest) else due
+
+
+def _joined(due: Due, *others: Int64Array) -> Due:
+    more = [each for each in others if len(each)]
+    return np.sort(np.concatenate([_listed(due), *more])) if more else due
+
+
+def _span(due: range | Rest) -> tuple[range, Int64Array]:
+    """A range, and its rows that are not due."""
+    return (due.rows, due.left_out) if isinstance(due, Rest) else (due, NO_ROWS)
+
+
+def _changed_spans(before: range | Rest, now: range | Rest) -> tuple[Int64Array, Int64Array]:
+    """As `_changed`, of rows that both have in their ranges; without counting all rows."""
+    (rows, was_out), (_, out) = _span(before), _span(now)
+    out = out[: np.searchsorted(out, rows.stop)]
+    lost, back = out[~in_sorted(out, was_out)], was_out[~in_sorted(was_out, out)]
+    changed = np.concatenate([lost, back])
+    order = np.argsort(changed)
+    return changed[order], (order >= len(lost)).astype(np.int64)
+
+
+def _appended(before: range | Rest, now: range | Rest) -> Due:
+    """Rows of the later range that follow those of the one before."""
+    (rows, _), (grown, out) = _span(before), _span(now)
+    added = range(rows.stop, max(rows.stop, grown.stop))
+    out = out[np.searchsorted(out, added.start) :]
+    return np.setdiff1d(np.asarray(added), out) if len(out) else added
 
 
 def _changed(before: Due, now: Due) -> tuple[Int64Array, Int64Array]:
     """The rows that are due another number of times, ascending, and how often they are due now."""
     was, due = _listed(before), _listed(now)
     if are_distinct(before) and are_distinct(now):  # without counting all rows
-        lost, gained = was[~_in_sorted(was, due)], due[~_in_sorted(due, was)]
+        lost, gained = was[~in_sorted(was, due)], due[~in_sorted(due, was)]
         rows = np.concatenate([lost, gained])
         order = np.argsort(rows)
         return rows[order], (order >= len(lost)).astype(np.int64)
@@ -444,11 +470,3 @@ def _changed(before: Due, now: Due) -> tuple[Int64Array, Int64Array]:
         counts[-1][np.searchsorted(rows, own)] = times
     differ = counts[0] != counts[1]
     return rows[differ], counts[1][differ]
-
-
-def _in_sorted(values: Int64Array, ascending: Int64Array) -> npt.NDArray[np.bool_]:
-    if not len(ascending):
-        return np.zeros(len(values), np.bool_)
-    at = np.minimum(np.searchsorted(ascending, values), len(ascending) - 1)
-    found: npt.NDArray[np.bool_] = ascending[at] == values
-    return found

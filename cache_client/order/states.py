@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Final, NamedTuple
 
+from cache_client.order.erased import Notes
 from cache_client.order.order import checked_shuffle, set_integer
 from cache_client.order.permutation import (
     ALGORITHM_VERSION,
@@ -11,7 +12,8 @@ from cache_client.order.permutation import (
 )
 from cache_protocol.errors import some_of
 
-_OPTIONAL: Final = ("audit", "skipped", "view", "amended")
+_OPTIONAL: Final = ("audit", "skipped", "view", "amended", "erased", "notes", "replayed")
+REPLAYS: Final = ("", "shorter", "filled")
 _LAST_EPOCH: Final = 2**63 - 1  # of a state: readers store it in 64 bits
 
 
@@ -22,12 +24,14 @@ class AmendedPart(NamedTuple):
         epoch, at: where it begins: the position counts skipped ones.
         num_rows: of its version.
         view: what it reads other than each row once, see `cache_client.order.view_text`.
+        erased: the last act of erasing that it knows: it leaves out the rows of these acts.
     """
 
     epoch: int
     at: int
     num_rows: int
     view: str
+    erased: int = 0
 
 
 def parts_of(parts: Sequence[AmendedPart], epoch: int) -> tuple[AmendedPart, ...]:
@@ -57,6 +61,9 @@ class OrderState:
         view: what was read other than each row once, for people; the fingerprint tells it apart.
         amended: what the job read from its begin on, if it was amended; ascending, the first at
             position 0 of epoch 0.
+        erased: the last act of erasing whose rows the order leaves out; 0: none.
+        notes: what conditions said of rows that were erased later, see `cache_client.order.erased`.
+        replayed: how a replay leaves rows out, ``shorter`` or ``filled``; empty: no replay.
 
     Raises:
         ValueError: a field has a wrong type or value, or another ``format``; quotes it.
@@ -76,6 +83,9 @@ class OrderState:
     skipped: tuple[tuple[int, int, int], ...] = ()
     view: str = field(default="", compare=False)
     amended: tuple[AmendedPart, ...] = ()
+    erased: int = 0
+    notes: Notes = field(default_factory=dict, compare=False)
+    replayed: str = ""
 
     def __post_init__(self) -> None:
         if set_integer(self, "format") != ALGORITHM_VERSION:
@@ -95,10 +105,18 @@ class OrderState:
         if not isinstance(self.view, str):
             raise ValueError(f"view must be a text, got {self.view!r}")
         object.__setattr__(self, "amended", tuple(self.amended))
+        set_integer(self, "erased", 0)
+        object.__setattr__(self, "notes", _notes(self.notes))
+        if self.replayed not in REPLAYS:
+            raise ValueError(f"replayed must be one of {REPLAYS}, got {self.replayed!r}")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the state as a dict of JSON types; without optional fields that are empty."""
         state = asdict(self) | {"skipped": [list(run) for run in self.skipped]}
+        state["notes"] = {
+            condition: [list(note) for note in notes.items()]
+            for condition, notes in self.notes.items()
+        }
         state["amended"] = self.amended and amended_to_dict(self.amended)
         return {key: value for key, value in state.items() if value or key not in _OPTIONAL}
 
@@ -166,7 +184,8 @@ def read_state(mapping: Mapping[str, Any]) -> OrderState:
 def amended_to_dict(parts: Sequence[AmendedPart]) -> dict[str, Any]:
     """What a job read, as JSON types; each view stands there once."""
     views = list(dict.fromkeys(part.view for part in parts))
-    return {"views": views, "parts": [[*part[:3], views.index(part.view)] for part in parts]}
+    told = [[*part[:3], views.index(part.view), part.erased] for part in parts]
+    return {"views": views, "parts": [part if part[4] else part[:4] for part in told]}
 
 
 def amended_from_dict(value: object) -> tuple[AmendedPart, ...]:
@@ -183,8 +202,9 @@ def amended_from_dict(value: object) -> tuple[AmendedPart, ...]:
                 checked_integer("at", at, 0),
                 checked_integer("num_rows", num_rows, 0),
                 views[checked_integer("view", view, 0, len(views) - 1)],
+                *(checked_integer("erased", number, 0) for number in erased),
             )
-            for epoch, at, num_rows, view in value["parts"]  # type: ignore[index]
+            for epoch, at, num_rows, view, *erased in value["parts"]  # type: ignore[index]
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"amended must be views and parts: {error}") from None
@@ -192,6 +212,19 @@ def amended_from_dict(value: object) -> tuple[AmendedPart, ...]:
     if ascending[:1] != [(0, 0)] or ascending != sorted(set(ascending)):
         raise ValueError(f"amended must have ascending parts from epoch 0 on, got {ascending}")
     return parts
+
+
+def _notes(notes: object) -> Notes:
+    """Check the notes of a state."""
+    try:
+        return {
+            str(condition): {
+                checked_integer("act", number, 0): str(text) for number, text in dict(each).items()
+            }
+            for condition, each in dict(notes).items()  # type: ignore[call-overload]
+        }
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"notes must map conditions to notes of acts: {error}") from None
 
 
 def _skipped_runs(runs: object) -> tuple[tuple[int, int, int], ...]:

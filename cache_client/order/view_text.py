@@ -41,6 +41,13 @@ def view_text(options: Mapping[str, Any]) -> str:
     return text
 
 
+def erased_text(text: str, until: int) -> str:
+    """The text of a view, which also says until which act it leaves erased rows out."""
+    if not until:
+        return text
+    return f'{text[:-1] + "," if text else "{"}"erased":{until}}}'
+
+
 def view_digest(text: str) -> str:
     """A digest of a text: equal where the views are equal. "" for the plain read."""
     return hashlib.sha256(text.encode()).hexdigest()[:16] if text else ""

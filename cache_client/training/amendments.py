@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
+import numpy as np
+
+from cache_client.control.erasures import with_erased
 from cache_client.flight.routing import ShardMap
 from cache_client.job.ranks import is_of_one_process
+from cache_client.order.erased import Notes, digest_of, noted
+from cache_client.order.permutation import Int64Array
 from cache_client.order.states import AmendedPart, amended_to_dict, parts_of
-from cache_client.order.view_text import view_options, view_text
+from cache_client.order.view_text import erased_text, view_options, view_text
 from cache_client.reading.per_process import PerProcess
+from cache_client.reading.shard_maps import wait_for_shard_map
 from cache_client.training.job_config import JobConfig
 from cache_client.training.opened import Opened, open_version
 from cache_client.view_options.columns import VersionNodes
 from cache_client.view_options.open_view import make_view
 from cache_client.view_options.options import MAKE_COLUMNS, View
-from cache_client.views.amended import AmendedView, Part, amended_view
+from cache_client.view_options.selection import condition_of
+from cache_client.views.amended import AmendedView, Part, amended_view, chosen_rows
 from cache_client.views.view import SlotView, view_fingerprint
 from cache_protocol.errors import ConfigError, StaleVersionError
 
@@ -47,29 +54,48 @@ def check_amendable(view: View) -> str:
     return view.rows.text
 
 
-def newest_for(config: JobConfig, epoch: int, at: int, amendment: int, before: Opened) -> Opened:
-    """The newest version, the same for all ranks that amend an epoch at one position.
+def agreed_version(
+    config: JobConfig, epoch: int, at: int, amendment: int, before: Opened, *, same: bool = False
+) -> Opened:
+    """The newest version, and the last act of erasing: the same for all ranks at one position.
 
     Args:
-        amendment: of those that the process made; from 1.
+        amendment: of those that the process made, from 1; 0: the ranks ask at each border.
         before: what the job reads now.
+        same: only the act; the version stays.
 
     Raises:
         ConfigError: it does not begin with the rows of the version that is read now.
         CacheError: as `open_version`.
     """
+    fingerprint = before.shards.fingerprint if same else ""
     if is_of_one_process(config.job):
-        found = open_version(config)
+        found = open_version(config, fingerprint=fingerprint)
     else:
-        found = open_version(config, epoch=epoch, amended_at=at, amendment=amendment)
-    if not found.shards.begins_with(before.shards):
-        raise ConfigError(
+        found = open_version(
+            config, fingerprint=fingerprint, epoch=epoch, amended_at=at, amendment=amendment
+        )
+    shards = before.shards
+    if shards.fingerprint == found.shards.fingerprint:
+        return found
+    if found.shards.erasures and not found.shards.begins_with(shards):
+        shards = newest_map(config, shards)  # files that rows were erased in have other checksums
+    erased = replace(found.shards.erased, until=shards.erased.until).first(shards.num_rows)
+    if not found.shards.begins_with(shards) or not np.array_equal(
+        erased.left_out, shards.erased.left_out
+    ):
+        raise OtherRowsError(
             f"the newest version of {config.name!r}, {found.shards.fingerprint}, does not begin "
-            f"with the {before.shards.num_rows:,} rows of {before.shards.fingerprint}, so its row "
-            "ids are others: an epoch takes rows that were appended; take this version in the "
-            "next epoch"
+            f"with the {shards.num_rows:,} rows of {shards.fingerprint}, so its row ids are "
+            "others: an epoch takes rows that were appended, and leaves out rows that were "
+            "forgotten. Write the other rows with append and cachectl forget the old ones, or take "
+            "this version in the next epoch"
         )
     return found
+
+
+class OtherRowsError(ConfigError):
+    """A version does not begin with the rows that a job reads."""
 
 
 def open_parts(
@@ -78,6 +104,7 @@ def open_parts(
     history: Sequence[AmendedPart],
     latest: Opened,
     before: Opened | None = None,
+    notes: Notes | None = None,
 ) -> Opened:
     """What a job reads in an epoch.
 
@@ -86,6 +113,7 @@ def open_parts(
         history: of the job, up to this epoch.
         latest: the version of the last part, as epochs read it that are not amended.
         before: what the job read before the last part, if it is not opened anew.
+        notes: what conditions said of rows that were erased since.
 
     Raises:
         StaleVersionError: the version does not have the rows of the history.
@@ -104,16 +132,43 @@ def open_parts(
     for part in parts:
         key = part[2:]
         if key not in views:
-            views[key] = _slots(config, _first_rows(shards, part.num_rows), _view_of(part.view))
-        told.append(Part(part.at, part.num_rows, views[key]))
+            own = _first_rows(shards, part.num_rows)
+            own = replace(own, erased=replace(own.erased, until=part.erased, notes=notes or {}))
+            views[key] = _slots(config, own, _view_of(part.view))
+        told.append(Part(part.at, part.num_rows, views[key], part.erased, part.view))
     amended = amended_view(epoch, config.shuffle, told, slots)
     job_view = replace(latest.job_view, view=amended)
     return replace(
         latest,
         fingerprint=view_fingerprint(shards.fingerprint, job_view.identity),
         job_view=job_view,
-        view_text=amended_text(history, config.view),
+        view_text=erased_text(amended_text(history, config.view), shards.erased.until),
     )
+
+
+def with_notes(notes: Notes, opened: Opened, text: str, acts: Mapping[int, Int64Array]) -> Notes:
+    """Notes, and what the views that a job reads say of the rows of more acts.
+
+    Args:
+        opened: what the job reads, made before these rows were erased.
+        text: of its view, if its epoch was not amended.
+        acts: all that are known.
+    """
+    slots, found = opened.slots, {condition: dict(each) for condition, each in notes.items()}
+    parts = slots.parts if isinstance(slots, AmendedView) else (
+        Part(0, opened.shards.num_rows, slots, opened.shards.erased.until, text),
+    )  # fmt: skip
+    for part in parts:
+        condition = condition_of(_view_of(part.text))
+        if not condition:
+            continue
+        own = found.setdefault(digest_of(condition, part.num_rows), {})
+        rows = chosen_rows(part.view)
+        for number, ids in acts.items():
+            ids = ids[: np.searchsorted(ids, part.num_rows)]
+            if number > part.erased and number not in own and len(ids):
+                own[number] = noted(np.isin(ids, rows))
+    return {condition: each for condition, each in found.items() if each}
 
 
 def as_in_other_epochs(opened: Opened, view_text: str) -> Opened:
@@ -125,7 +180,7 @@ def as_in_other_epochs(opened: Opened, view_text: str) -> Opened:
         opened,
         fingerprint=view_fingerprint(opened.shards.fingerprint, job_view.identity),
         job_view=job_view,
-        view_text=view_text,
+        view_text=erased_text(view_text, opened.shards.erased.until),
         observer=PerProcess(),
     )
 
@@ -146,6 +201,20 @@ def view_of_state(parts: Sequence[AmendedPart]) -> View:
         return _view_of(parts[-1].view)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"bad state: the view {parts[-1].view!r}: {error}") from None
+
+
+def newest_map(config: JobConfig, shards: ShardMap) -> ShardMap:
+    """The map of a version as it is now; its views leave out the rows that they left out.
+
+    Raises:
+        CacheError: as `wait_for_shard_map`.
+    """
+    access = config.access
+    found = wait_for_shard_map(
+        access.endpoint, config.name, shards.logical.names, access.ready_deadline_s,
+        access.credentials, fingerprint=shards.fingerprint,
+    )  # fmt: skip
+    return with_erased(access, found, shards.erased.until, shards.erased.notes)
 
 
 def _view_of(text: str) -> View:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,20 +17,23 @@ from torch.utils.data import get_worker_info
 
 from cache_client.batches.images import ImageMode
 from cache_client.batches.null_rules import Nulls
-from cache_client.epochs.cursor import is_epoch
+from cache_client.epochs.cursor import Start, is_epoch
+from cache_client.epochs.passes import Pass
 from cache_client.job.argument_names import names_explained
 from cache_client.job.arguments import BatchFormat
 from cache_client.job.connection import Connection
 from cache_client.order.audit_record import AuditMode
 from cache_client.order.states import AmendedPart, OrderState, parts_of, read_state
+from cache_client.training import borders
 from cache_client.training.amendments import (
+    OtherRowsError,
+    agreed_version,
     as_in_other_epochs,
     check_amendable,
-    newest_for,
     open_parts,
-    view_of_state,
+    with_notes,
 )
-from cache_client.training.base import RankBatches
+from cache_client.training.borders import Asked, has_news
 from cache_client.training.job_config import (
     JobConfig,
     Reading,
@@ -38,7 +41,8 @@ from cache_client.training.job_config import (
     checked_config,
     moved_arguments,
 )
-from cache_client.training.opened import open_version
+from cache_client.training.opened import Opened, open_version
+from cache_client.training.past import PastEpochs
 from cache_client.training.skipped_steps import slots_consumed
 from cache_client.view_options.lookups import Vocabulary
 from cache_client.view_options.options import View
@@ -51,7 +55,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-class CacheIterableDataset(RankBatches):
+class CacheIterableDataset(PastEpochs):
     """Ready batches of one rank; iterate ``dataset.loader(num_workers=n)``, or the dataset.
 
     The batches, joined over (step, rank), are exactly the order of the epoch, for any number of
@@ -99,7 +103,9 @@ class CacheIterableDataset(RankBatches):
         reading: how rows are fetched, and lie in batches.
         version: which version is read. ``ready``: the newest one that is ready. ``each-epoch``:
             every epoch reads the newest version that is ready when the first rank begins it; see
-            `set_epoch`. All ranks need the same ``job``. ``first-rows``: the newest one, as soon as
+            `set_epoch`. All ranks need the same ``job``. ``now``: likewise, and a running epoch
+            goes over to a newer version with more rows at a border of steps, see `amend`; use
+            `loader` for workers. ``first-rows``: the newest one, as soon as
             its first rows are loaded. Epoch 0 then takes the rows in the order in which they were
             loaded, shuffled in groups. Later epochs have a shuffle of all rows. You must use the
             same on all ranks.
@@ -117,6 +123,11 @@ class CacheIterableDataset(RankBatches):
         skip_steps: epoch -> steps to leave out, as after a spike of the loss. Steps count from the
             begin of the epoch, with this batch size and world size, as if none was left out. States
             keep the rows that they name.
+        replay: a state from before some rows were given that are forgotten by now. The dataset
+            reads on from there in the order that the job had, without these rows. The steps stay,
+            and their batches are shorter, or empty where all rows were forgotten.
+        without: with ``replay``: what `cachectl forget` attested.
+        fill: with ``replay``: later rows move up, so that batches are full.
 
     Raises:
         ConfigError: quotes every bad argument. TypeError: says where an unknown one is.
@@ -157,6 +168,9 @@ class CacheIterableDataset(RankBatches):
         job: str | None = None,
         audit: AuditMode = "off",
         skip_steps: Mapping[int, Iterable[int]] | None = None,
+        replay: Mapping[str, Any] | None = None,
+        without: Mapping[str, Any] | str | None = None,
+        fill: bool = False,
     ) -> None:
         config = checked_config(
             name,
@@ -184,9 +198,20 @@ class CacheIterableDataset(RankBatches):
             audit=audit,
             skip_steps=skip_steps,
         )
-        super().__init__(config, open_version(config, epoch=None if version == "ready" else 0))
-        self._first_view: View | None = None  # that the program gave, if the job was amended
-        self._history: tuple[AmendedPart, ...] = ()  # what the job read, if it was amended
+        if version == "now":
+            check_amendable(config.view)
+        self._begin(config, open_version(config, epoch=None if version == "ready" else 0))
+        if replay is not None and without is not None:
+            self._replay(replay, without, fill=fill)
+        elif replay is not without or fill:
+            raise ConfigError(
+                f"replay, without and fill go together, got replay={replay!r:.80}, "
+                f"without={without!r:.80}, fill={fill!r}"
+            )
+
+    def _begin(self, config: JobConfig, opened: Opened) -> None:
+        super().__init__(config, opened)
+        self._asked: Asked | None = None  # what is read from the next border of steps on
         self._num_amended = 0
 
     def amend(
@@ -220,6 +245,11 @@ class CacheIterableDataset(RankBatches):
                 with other rows; DataLoader workers of another loader run.
             NotReadyError, NodeUnavailableError: no answer at the deadline.
         """
+        if self._replayed:
+            raise ConfigError(
+                "a replay cannot be amended: it gives the order that the job had. Give a state of "
+                "after the amendment, or take the rows in a job of its own"
+            )
         if version not in ("newest", "same"):
             raise ConfigError(f"version must be 'newest' or 'same', got {version!r}")
         wanted = self.view if view is None else view
@@ -251,26 +281,36 @@ class CacheIterableDataset(RankBatches):
         else:
             pass_.amend_after, pass_.amend = steps, now
 
-    def _amend(self, config: JobConfig, text: str, version: str) -> None:
+    def _amend(
+        self, config: JobConfig, text: str, version: str, *, at_border: bool = False
+    ) -> None:
         pass_ = self._passes.current()
         epoch, consumed = self._cursor.planned() if pass_ is None else pass_.position
         before = self._state(epoch, consumed)
         at = slots_consumed(before, self._slots.num_slots(epoch))
-        if version == "newest":
-            self._num_amended += 1
-            latest = newest_for(config, epoch, at, self._num_amended, self._opened)
-        else:
-            latest = open_version(config, fingerprint=self._opened.shards.fingerprint)
-        told = AmendedPart(epoch, 0, self._opened.shards.num_rows, self.view.rows.text)
+        self._num_amended += not at_border
+        number = 0 if at_border else self._num_amended
+        latest = agreed_version(config, epoch, at, number, self._opened, same=version == "same")
+        self._amend_to(config, text, Start(epoch, consumed), at, latest)
+
+    def _amend_to(
+        self, config: JobConfig, text: str, start: Start, at: int, latest: Opened
+    ) -> None:
+        """Reads a version and a view from a position of an epoch on."""
+        pass_, (epoch, consumed) = self._passes.current(), start
+        shards = self._opened.shards
+        notes = self._known_notes(latest.shards.erased.acts)
+        told = AmendedPart(epoch, 0, shards.num_rows, self.view.rows.text, shards.erased.until)
         history = self._history or (told._replace(epoch=0),)
         if parts_of(history, epoch)[-1][2:] != told[2:]:  # the epoch began with another version
             history = (*history, told)
-        now = AmendedPart(epoch, at, latest.shards.num_rows, text)
+        until = latest.shards.erased.until
+        now = AmendedPart(epoch, at, latest.shards.num_rows, text, until)
         history = (*(part for part in history if part[:2] < now[:2]), now)
         self._first_view = self._first_view or self.view
         with self._keeping_version():
-            self._opened = open_parts(config, epoch, history, latest, self._opened)
-            self._config, self._history = config, history
+            self._opened = open_parts(config, epoch, history, latest, self._opened, notes)
+            self._config, self._history, self._notes = config, history, notes
             runs, stop = self._skipped.get(epoch, ()), self._slots.num_slots(epoch)
             if runs:
                 cut = [(start, min(end, stop)) for start, end in runs if start < stop]
@@ -282,26 +322,46 @@ class CacheIterableDataset(RankBatches):
             pass_.superseded = True
         self._passes.forget()
 
-    def _take_history(self, state_dict: Mapping[str, Any]) -> None:
-        """Reads the epoch of a state as the job did that wrote it."""
+    def _leave_out_erased(self) -> None:
+        """Leaves out the rows that were erased since a state, from its position on."""
+        if self._loses_rows and get_worker_info() is None:
+            start, shards = self._cursor.planned(), self._opened.shards
+            latest = open_version(self._config, fingerprint=shards.fingerprint)
+            at = slots_consumed(self._state(*start), self._slots.num_slots(start.epoch))
+            self._amend_to(self._config, self.view.rows.text, start, at, latest)
+
+    @property
+    def _loses_rows(self) -> bool:
+        """Whether rows were erased since this was opened, and an amendment can leave them out."""
+        if self._loading is not None or self._replayed or not len(self._opened.left_out.rows):
+            return False
         try:
-            state = read_state(state_dict)
-        except ValueError:
-            return  # is refused by name
-        if state.dataset != self._opened.name or not (state.amended or self._history):
-            return
-        self._first_view = self._first_view or self.view
-        view = view_of_state(state.amended) if state.amended else self._first_view
-        config = replace(self._config, view=view.with_columns_of(self.view))
-        opened = open_version(config, fingerprint=state.fingerprint.partition("-")[0])
-        if state.amended:
-            opened = open_parts(config, state.epoch, state.amended, opened)
-        if opened.fingerprint != self.fingerprint and self._cursor.has_workers:
-            raise ConfigError(
-                "the state is of an amended job, which running DataLoader workers do not know: "
-                "delete their iterator and loader before load_state_dict"
-            )
-        self._config, self._opened, self._history = config, opened, state.amended
+            check_amendable(self.view)
+        except ConfigError:
+            return False
+        return True
+
+    def _place(self, pass_: Pass, start: Start) -> Pass:
+        if not pass_.in_worker and pass_.most_steps is None and not self._replayed:
+            pass_.on_step = partial(self._at_step, pass_)
+        return super()._place(pass_, start)
+
+    def _at_step(self, pass_: Pass) -> None:
+        """Takes a newer version at a border of steps, and leaves out rows that were erased."""
+        step, left = pass_.handed_out, len(pass_.steps) - pass_.handed_out
+        if self._config.version != "now":
+            if self.world_size == 1 and left > 0 and self._loses_rows and not pass_.ahead:
+                self._amend(self._config, self.view.rows.text, "same")
+        elif step % borders.STEPS == borders.STEPS // 2 and left > borders.STEPS // 2:
+            epoch, consumed = pass_.epoch, pass_.plan.rows_consumed
+            consumed += (step + borders.STEPS // 2) * pass_.plan.rows_per_step
+            at = slots_consumed(self._state(epoch, consumed), self._slots.num_slots(epoch))
+            self._asked = Asked(partial(has_news, self._config, epoch, at, self._opened))
+        elif step % borders.STEPS == 0 and left > 0 and self._asked is not None:
+            asked, self._asked = self._asked, None
+            if asked.answer():
+                with suppress(OtherRowsError):  # the next epoch takes them
+                    self._amend(self._config, self.view.rows.text, "newest", at_border=True)
 
     @property
     def _changes_version(self) -> bool:
@@ -330,6 +390,7 @@ class CacheIterableDataset(RankBatches):
             NotReadyError, NodeUnavailableError: with ``version="each-epoch"``, no answer at the
                 deadline; with ``version="first-rows"``, the version is not loaded by then.
         """
+        before = self._opened
         with self._keeping_version():
             if epoch != self._cursor.epoch and is_epoch(epoch):
                 if self._history and epoch <= self._history[-1].epoch:  # the job begins anew
@@ -337,8 +398,25 @@ class CacheIterableDataset(RankBatches):
                 self._opened = as_in_other_epochs(self._opened, self.view.text)
                 if self._changes_version:
                     self._open_version(epoch=epoch)
+                elif self.world_size == 1 and self._loses_rows:
+                    self._open_version(fingerprint=self._opened.shards.fingerprint)
+                self._note_epoch(epoch, before)
             super().set_epoch(epoch)
         self._tell_version()
+
+    def _note_epoch(self, epoch: int, before: Opened) -> None:
+        """Notes where the epoch begins with another version, or without other rows."""
+        shards, text = self._opened.shards, self.view.rows.text
+        is_same = shards.erased.until == before.shards.erased.until
+        if self._replayed or (not self._history and is_same):
+            return
+        was = before.shards.num_rows, text, before.shards.erased.until
+        now = AmendedPart(epoch, 0, shards.num_rows, text, shards.erased.until)
+        history = self._history or (AmendedPart(0, 0, *was),)
+        if parts_of(history, epoch)[-1][2:] != now[2:]:
+            self._first_view = self._first_view or self.view
+            self._notes = with_notes(self._notes, before, text, shards.erased.acts)
+            self._history = (*history, now) if epoch else (now,)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Makes the next pass start at the position of a state.
@@ -357,10 +435,18 @@ class CacheIterableDataset(RankBatches):
             StaleVersionError: it is of another dataset or fingerprint; names both. With
                 ``version="each-epoch"``: the cache does not have the version any more.
         """
+        if self._replayed:
+            raise ConfigError("a replay has its state: give it as replay= to a new dataset")
+        if isinstance(state_dict, Mapping) and state_dict.get("replayed") == "filled":
+            raise ConfigError(
+                "the state is of a replay, whose order only a replay has: give it as replay= to a "
+                "dataset, with its without= and fill=True"
+            )
         with self._keeping_version():
             changes = self._changes_version
-            self._take_history(state_dict)
+            state_dict = self._take_history(state_dict)
             super().load_state_dict(self._followed(state_dict) if changes else state_dict)
+            self._leave_out_erased()
         self._tell_version()
 
     def _followed(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -375,7 +461,9 @@ class CacheIterableDataset(RankBatches):
             self._open_version(epoch=state.epoch)
             return state_dict
         if state.rows_consumed:
-            self._open_version(fingerprint=state.fingerprint.partition("-")[0])
+            version = state.fingerprint.partition("-")[0]
+            if self._opened.shards.fingerprint != version:
+                self._open_version(fingerprint=version)
             return state_dict
         self._open_version(epoch=state.epoch)
         return {**state_dict, "fingerprint": self.fingerprint}
@@ -383,11 +471,11 @@ class CacheIterableDataset(RankBatches):
     @contextmanager
     def _keeping_version(self) -> Iterator[None]:
         """Where the epoch stays, its version stays too."""
-        before = self._config, self._opened, self._history, self._skipped
+        before = self._config, self._opened, self._history, self._skipped, self._notes
         try:
             yield
         except CacheError:
-            self._config, self._opened, self._history, self._skipped = before
+            self._config, self._opened, self._history, self._skipped, self._notes = before
             raise
 
     def _tell_version(self) -> None:
@@ -415,7 +503,11 @@ class CacheIterableDataset(RankBatches):
             )
 
     def _state(self, epoch: int, rows_consumed: int) -> OrderState:
+        erased = self._opened.shards.erased.until
         state = super()._state(epoch, rows_consumed)
+        state = replace(state, erased=erased, replayed=self._replayed)
+        if erased or len(self._opened.left_out.rows) or self._notes:
+            state = replace(state, notes=self._known_notes())
         if self._history:
             opened, slots = self._opened, self._opened.slots
             if isinstance(slots, AmendedView) and slots.epoch != epoch:
@@ -455,3 +547,10 @@ class CacheIterableDataset(RankBatches):
             "seed": self.seed,
             "epoch": self.epoch,
         }
+
+
+def dataset_of(config: JobConfig, opened: Opened) -> CacheIterableDataset:
+    """A dataset that reads what was opened before."""
+    made = CacheIterableDataset.__new__(CacheIterableDataset)
+    made._begin(config, opened)
+    return made

@@ -40,7 +40,7 @@ from cache_protocol.storage.layout import Layout
 _MAX_MESSAGE_BYTES = 2**31 - 1  # of Arrow's own; what is asked for is half of it at most
 _MAX_PREFETCHED = 2**31 - 1
 
-Version = Literal["ready", "each-epoch", "first-rows"]
+Version = Literal["ready", "each-epoch", "now", "first-rows"]
 VERSIONS: tuple[Version, ...] = get_args(Version)
 
 
@@ -272,7 +272,7 @@ def moved_arguments() -> dict[str, str]:
         "dataset": "now name",
         "device_mesh": "now data_parallel",
         "process_group": "now data_parallel",
-        "follow": 'now version="each-epoch"',
+        "follow": 'now version="each-epoch" or version="now"',
         "wait": 'now version="first-rows"',
         **dict.fromkeys(
             ("num_workers", "pin_memory", "prefetch_factor", "persistent_workers"),
@@ -308,9 +308,9 @@ def _version_problems(
         return [f"version must be one of {', '.join(VERSIONS)}, got {version!r}"]
     problems = []
     of_one_process = job is not None and is_of_one_process(job)
-    if version == "each-epoch" and rank and rank.world_size > 1 and of_one_process:
+    if version in ("each-epoch", "now") and rank and rank.world_size > 1 and of_one_process:
         problems.append(
-            "version='each-epoch' with several ranks needs a job of one name for all of them: pass "
+            f"version={version!r} with several ranks needs a job of one name for all of them: pass "
             "job, or set CACHE_JOB"
         )
     if version == "first-rows":

@@ -10,6 +10,7 @@ import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from operator import attrgetter
 from typing import Any, cast
 
@@ -18,14 +19,15 @@ from cache_client.job.arguments import BatchFormat, integer_or_problem
 from cache_client.order.order import EpochOrder
 from cache_client.order.permutation import checked_integer
 from cache_client.order.states import read_state
-from cache_client.order.view_text import view_text
+from cache_client.order.view_text import view_options, view_text
 from cache_client.reading.joined_reader import JoinedSource
 from cache_client.reading.rows import Rows
 from cache_client.reading.source import Source
 from cache_client.training.base import RankBatches
-from cache_client.training.dataset import CacheIterableDataset
+from cache_client.training.dataset import CacheIterableDataset, dataset_of
 from cache_client.training.job_config import JobConfig
-from cache_client.training.opened import Opened
+from cache_client.training.left_out import LeftOut
+from cache_client.training.opened import Opened, open_version
 from cache_client.training.skipped_steps import slots_consumed
 from cache_client.view_options.job_view import Assemble
 from cache_client.view_options.options import View
@@ -167,6 +169,15 @@ class CacheMixture(RankBatches):
             seed=operator.index(seed),
         )
         self._told = {f"source {name}": _told(dataset) for name, dataset in datasets.items()}
+        self._as_before: Callable[..., CacheMixture] | None = partial(
+            _mixture_of,
+            {name: dataset.config for name, dataset in datasets.items()},
+            weights,
+            {
+                **{"stop": stop, "draw": draw, "seed": seed, "weights_at": weights_at},
+                **{"source_column": source_column, "skip_steps": skip_steps},
+            },
+        )
         text = self._text(self._planned)
         super().__init__(config, _joined(datasets, config, self._planned, source_column, text))
 
@@ -213,6 +224,9 @@ class CacheMixture(RankBatches):
             "epoch": self.epoch,
         }
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_as_before": None}  # workers load no older state
+
     # -- states --------------------------------------------------------------------------------
 
     def state_dict(self, *, steps: int | None = None) -> dict[str, Any]:
@@ -247,6 +261,7 @@ class CacheMixture(RankBatches):
             super().load_state_dict(state_dict)
             raise ConfigError("bad state: it is of a dataset, not of a mixture")
         rest = {key: value for key, value in state_dict.items() if key != "mixture"}
+        self._read_sources_of(rest)
         before, mixing = self._opened, self._resumed(rest, state_dict["mixture"])
         if mixing != self._mixing and self._cursor.has_workers:
             raise ConfigError(
@@ -264,6 +279,34 @@ class CacheMixture(RankBatches):
         except BaseException:
             self._opened = before
             raise
+
+    def _read_sources_of(self, rest: Mapping[str, Any]) -> None:
+        """Opens the sources as a state has them, if rows of them were erased since.
+
+        Raises:
+            ConfigError: a view needs values of these rows; or workers run.
+        """
+        try:
+            state = read_state(rest)
+            told = view_options(state.view)
+        except ValueError:
+            return  # is refused by name
+        untils = {name: told.get(name, {}).get("erased", 0) for name in self._told}
+        if (
+            self._as_before is None
+            or state.fingerprint == self.fingerprint
+            or untils == {name: each.get("erased", 0) for name, each in self._told.items()}
+        ):
+            return
+        if self._cursor.has_workers:
+            raise ConfigError(
+                "rows were erased since the state, which running DataLoader workers do not know: "
+                "delete their iterator and loader before load_state_dict"
+            )
+        versions = {name: told.get(name, {}).get("fingerprint", "") for name in self._told}
+        before = self._as_before(versions, untils)
+        self._planned, self._told = before._planned, before._told
+        self._opened = before._opened
 
     def _resumed(self, rest: Mapping[str, Any], written: Any) -> Mixing:
         """The mixing of a state, with the weights of this mixture from its position on."""
@@ -295,6 +338,27 @@ class CacheMixture(RankBatches):
     @property
     def _mixing(self) -> Mixing:
         return self._mixture_view.mixing
+
+
+def _mixture_of(
+    configs: Mapping[str, JobConfig],
+    weights: Mapping[str, float],
+    options: Mapping[str, Any],
+    versions: Mapping[str, str],
+    untils: Mapping[str, int],
+) -> CacheMixture:
+    """A mixture whose sources leave out the rows of the first acts of erasing.
+
+    Args:
+        weights, options: of the mixture.
+        versions, untils: of each source, by its name after ``source``.
+    """
+    sources = {}
+    for name, config in configs.items():
+        key = f"source {name}"
+        opened = open_version(config, fingerprint=versions[key], until=untils[key])
+        sources[name] = (dataset_of(config, opened), weights[name])
+    return CacheMixture(sources, **options)
 
 
 def _joined(
@@ -332,6 +396,17 @@ def _joined(
         config.window_sizes(source.shards, view.rows_per_slot),
         tuple(dict.fromkeys(n for each in datasets.values() for n in each.opened.nodes)),
         text,
+        LeftOut(
+            config.access,
+            [
+                replace(known, first=start)
+                for (known,), start in zip(
+                    (dataset.opened.left_out.known for dataset in datasets.values()),
+                    accumulate((dataset.num_rows for dataset in datasets.values()), initial=0),
+                    strict=False,
+                )
+            ],
+        ),
     )
 
 
@@ -345,9 +420,11 @@ def _layout(datasets: Mapping[str, CacheIterableDataset]) -> Layout:
 def _told(dataset: CacheIterableDataset) -> dict[str, Any]:
     """What is read of a source, and in which order."""
     how, version = dataset.config.shuffle, dataset.opened.shards
+    until = version.erased.until
     return {
         "dataset": version.dataset,
         "fingerprint": version.fingerprint,
+        **({"erased": until} if until else {}),
         "shuffle": how.shuffle,
         "shuffle_block_size": how.shuffle_block_size,
         "seed": how.seed,

@@ -9,13 +9,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, Protocol, Self
 
+from cache_client.control.erasures import with_erased
 from cache_client.epochs.observer import Observer
 from cache_client.epochs.reports import ReaderIdentity, Reporter
 from cache_client.epochs.training_run import TrainingRun
 from cache_client.flight.routing import NodeRef, ShardMap
 from cache_client.job.ranks import TrainingProcess, find_process, is_of_one_process
+from cache_client.order.erased import Notes
 from cache_client.order.permutation import Int64Array
-from cache_client.order.view_text import view_digest
+from cache_client.order.view_text import erased_text, view_digest
 from cache_client.reading.counts import ReadCounts, SharedCounts
 from cache_client.reading.joined_reader import JoinedSource
 from cache_client.reading.per_process import PerProcess
@@ -25,6 +27,7 @@ from cache_client.reading.source import Source
 from cache_client.reading.window_sizes import WindowSizes
 from cache_client.training.first_epoch import LoadingSource
 from cache_client.training.job_config import JobConfig
+from cache_client.training.left_out import Known, LeftOut
 from cache_client.view_options.columns import VersionNodes
 from cache_client.view_options.job_view import JobView
 from cache_client.view_options.open_view import make_view, read_shard_map
@@ -93,6 +96,7 @@ class Opened:
         sizes: of windows and messages.
         nodes: every node that holds rows.
         view_text: what is read other than each row once, see `cache_client.order.view_text`.
+        left_out: rows that were erased since.
         observer: watches the passes of a process; reports are of one version.
     """
 
@@ -104,6 +108,7 @@ class Opened:
     sizes: WindowSizes
     nodes: tuple[NodeRef, ...]
     view_text: str
+    left_out: LeftOut
     observer: PerProcess[Observer] = field(default_factory=PerProcess, compare=False)
 
     @property
@@ -221,7 +226,7 @@ def _standing(
         seed=_short(str(shuffle.seed)),
         batch_size=config.batch_size,
         order=", ".join(f"{name}={value}" for name, value in order.items()),
-        follows=config.version == "each-epoch",
+        follows=config.version in ("each-epoch", "now"),
         host=_printable(process.host),
         pid=process.pid,
         process=process.name,
@@ -251,6 +256,9 @@ def open_version(
     fingerprint: str = "",
     amended_at: int = 0,
     amendment: int = 0,
+    until: int | None = None,
+    notes: Notes | None = None,
+    num_rows: int | None = None,
 ) -> Opened:
     """Opens a version: of this fingerprint or epoch, else the newest.
 
@@ -259,6 +267,9 @@ def open_version(
         before: what the job reads now; returned if the version stays.
         amended_at, amendment: the version from this position of the epoch on, and the how many-th
             amendment of the process it is.
+        until: the last act of erasing that a view leaves out; None: the last one.
+        notes: see `Erased`.
+        num_rows: only its first rows; None: all.
 
     Raises:
         ConfigError: the version does not fit the arguments.
@@ -285,8 +296,20 @@ def open_version(
             others=() if before is None else before.shards.locations(access.endpoint),
         ),
     )  # fmt: skip
-    stays = before is not None and before.shards.fingerprint == shards.fingerprint
-    if not loads and before is not None and stays and before.view_text == config.view.text:
+    if not loads:
+        shards = with_erased(access, shards, until, notes)
+    if num_rows is not None:
+        shards = shards.first_rows(num_rows)
+    stays = before is not None and (before.shards.fingerprint, before.shards.erased.until) == (
+        shards.fingerprint,
+        shards.erased.until,
+    )
+    if (
+        not loads
+        and before is not None
+        and stays
+        and before.view_text == erased_text(config.view.text, shards.erased.until)
+    ):
         return before
     if shards.log is not None:
         return _opened(config, LoadingSource(
@@ -324,5 +347,6 @@ def _opened(config: JobConfig, source: Source, job_view: JobView) -> Opened:
         layout,
         config.window_sizes(shards, job_view.view.rows_per_slot),
         shards.nodes,
-        config.view.text,
+        erased_text(config.view.text, shards.erased.until),
+        LeftOut(config.access, [Known(shards, shards.erased)]),
     )

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import torch
 
@@ -18,19 +19,19 @@ from cache_client.epochs.observer import Observer, SharedDigests
 from cache_client.epochs.passes import Pass
 from cache_client.flight.call_threads import CallThreads
 from cache_client.order.digests import Words, step_digests
+from cache_client.order.erased import NO_ROWS, in_sorted
 from cache_client.order.order import StepPlan, step_windows
 from cache_client.order.permutation import Int64Array
 from cache_client.reading.counts import ReadCounts, SharedCounts
 from cache_client.reading.fetch_ahead import FETCH_THREADS, ask_ahead, fetch_ahead
 from cache_client.reading.rows import Rows, cut, join
 from cache_client.reading.window_sizes import WindowSizes
-from cache_client.training.first_epoch import LoadingSource
 from cache_client.training.job_config import JobConfig
 from cache_client.training.opened import Opened, RowReader
-from cache_client.view_options.job_view import Assemble, JobView
+from cache_client.view_options.job_view import Assemble
 from cache_client.views.due import samples_of
 from cache_client.views.view import NO_SHUFFLE, Samples
-from cache_protocol.errors import NodeUnavailableError
+from cache_protocol.errors import ErasedRowsError, NodeUnavailableError
 from cache_protocol.wire import tracing
 
 
@@ -41,6 +42,7 @@ class Window(NamedTuple):
         pieces: the rows, in order.
         samples: of all steps.
         sizes: slots of each step.
+        repeated: whether each slot has another row in place of one that was erased; None: no slot.
         digests: of each step, if wanted.
         later: steps of the run whose rows were not sealed.
         ended: there are no more steps.
@@ -52,10 +54,11 @@ class Window(NamedTuple):
     digests: tuple[Words, Words] | None
     later: range = range(0)
     ended: bool = False
+    repeated: npt.NDArray[np.bool_] | None = None
 
     def batches(self, assemble: Assemble, at_once: int) -> Iterator[Any]:
         """The batches; steps of about so many slots are made at once."""
-        steps = max(1, at_once // max(self.sizes, default=1))
+        steps = max(1, at_once // max(1, *self.sizes))
         runs = [self.sizes[at : at + steps] for at in range(0, len(self.sizes), steps)]
         slots_of_runs = [sum(run) for run in runs]
         stop = 0
@@ -80,27 +83,30 @@ def all_windows(results: Iterable[Window], fetch: Callable[[range], Window]) -> 
 
 def ask_for_window(
     pass_: Pass,
-    job_view: JobView,
+    opened: Opened,
     rank: int,
     request: Callable[[Int64Array], Callable[[], list[Rows]]],
     window: range,
     *,
+    fetch: Callable[[Int64Array], list[Rows]],
     audits: bool,
-    loading: LoadingSource | None,
+    pads: bool = False,
     given_up: Callable[[], bool],
 ) -> Callable[[], Window]:
     """Asks for the rows of a run of steps; the result waits for them.
 
     While the version loads, it waits for the first of these steps, and asks for those of them that
-    can be read.
+    can be read. Rows that were erased are left out.
 
     Args:
-        request: of a reader, see `Reader.request`.
+        request, fetch: of a reader, see `Reader`.
+        pads: every batch has as many rows, so another row takes the place of an erased one.
         given_up: whether nothing waits for the rows any more.
 
     Raises:
         NodeUnavailableError: naming the first step. Others as `Reader.fetch`.
     """
+    job_view, loading = opened.job_view, opened.loading
     step, view, later, ended = window.start, job_view.view, range(0), False
     with _named(step):
         if loading is not None:
@@ -108,20 +114,47 @@ def ask_for_window(
             if not window:
                 none = Window([], Samples(np.empty(0, np.int64)), [], None, ended=ended)
                 return lambda: none
-        slots, sizes, samples = samples_of(view, pass_.plan, pass_.order, window, rank)
-        digests = step_digests(slots, sizes) if audits else None
+
+        def planned(left_out: Int64Array) -> Window:
+            slots, sizes, samples, left = samples_of(
+                view, pass_.plan, pass_.order, window, rank, NO_ROWS if pads else left_out
+            )
+            digests, repeated = step_digests(slots, sizes) if audits else None, None
+            if pads and samples.lengths is None and opened.left_out.any:
+                repeated = in_sorted(samples.row_ids, opened.left_out.every)
+                if repeated.any():
+                    other = opened.left_out.another(samples.row_ids)
+                    row_ids = np.where(repeated, other, samples.row_ids)
+                    samples = replace(samples, row_ids=row_ids)
+            return Window([], samples, left, digests, later, ended, repeated)
+
+        known = opened.left_out.rows
+        plan = planned(known)
         span = tracing.begin_below(
-            pass_.traceparent, "cache.window", step=step, rows=len(samples.row_ids)
+            pass_.traceparent, "cache.window", step=step, rows=len(plan.samples.row_ids)
         )
         with tracing.current(span):
-            wait = request(samples.row_ids)
+            try:
+                wait = request(plan.samples.row_ids)
+            except ErasedRowsError:  # learns of them where it waits
+                wait = partial(fetch, plan.samples.row_ids)
 
     def receive() -> Window:
         with _named(step), tracing.spanning(span):
-            pieces = wait()
+            made, answer, since = plan, wait, known
+            while True:
+                try:
+                    pieces = answer()
+                    break
+                except ErasedRowsError:
+                    if not opened.left_out.learn(since):
+                        raise
+                since = opened.left_out.rows
+                made = planned(since)
+                answer = partial(fetch, made.samples.row_ids)
             if job_view.lookups is not None:
-                pieces = job_view.lookups.extend(pieces, samples.row_ids)
-            return Window(pieces, samples, sizes, digests, later, ended)
+                pieces = job_view.lookups.extend(pieces, made.samples.row_ids)
+            return made._replace(pieces=pieces)
 
     return receive
 
@@ -157,8 +190,8 @@ def pass_batches(
     steps = pass_.steps
     per_window = sizes.steps_per_window(reader.num_nodes)
     ask = partial(
-        ask_for_window, pass_, job_view, rank, audits=audits, loading=loading,
-        given_up=lambda: reader.is_closed,
+        ask_for_window, pass_, opened, rank, fetch=reader.fetch, audits=audits,
+        pads=config.pad_mask is not None, given_up=lambda: reader.is_closed,
     )  # fmt: skip
 
     def fetch(window: range) -> Window:
@@ -185,13 +218,16 @@ def pass_batches(
                     pass_.digests.put(*window.digests)
                 else:
                     shared.begin(*window.digests)
-            batches = changeable(window.batches(assemble, at_once))
+            batches, at = changeable(window.batches(assemble, at_once)), 0
             for batch, size in zip(batches, window.sizes, strict=True):
                 if shared is not None:
                     shared.put_next()
                 if config.pad_mask is not None:
                     padded = pass_.plan.num_padded(next(step), rank)
                     mask = np.arange(size) < size - padded
+                    if window.repeated is not None:
+                        mask &= ~window.repeated[at : at + size]
+                    at += size
                     with torch.inference_mode(False):
                         batch = with_column(batch, config.pad_mask, mask, config.batch_format)
                 made = batch if transform is None else transform(batch)
@@ -258,12 +294,10 @@ def first_rows(epoch: int, num_rows: int, config: JobConfig, opened: Opened) -> 
     pass_.plan = StepPlan(opened.slots.num_slots(epoch), 1, max(1, num_rows))
     with _reader_of(config, opened) as reader, CallThreads() as threads:
         ask = partial(
-            ask_for_window, audits=False, loading=opened.loading, given_up=lambda: reader.is_closed
+            ask_for_window, fetch=reader.fetch, audits=False, given_up=lambda: reader.is_closed
         )
         steps = range(min(1, pass_.plan.num_steps))
-        wait = threads.call(
-            ask, pass_, opened.job_view, 0, lambda ids: partial(reader.fetch, ids), steps
-        )
+        wait = threads.call(ask, pass_, opened, 0, lambda ids: partial(reader.fetch, ids), steps)
         pieces = threads.call(wait).pieces
     if not pieces:
         return pa.RecordBatch.from_pylist([], opened.layout.logical)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+
+import pyarrow as pa
 
 from cache_client.flight.routing import ShardMap
 from cache_client.job.arguments import BatchFormat
@@ -13,7 +14,7 @@ from cache_client.view_options.job_view import JobView
 from cache_client.view_options.lookup_options import columns_to_read, make_lookups
 from cache_client.view_options.options import View
 from cache_client.view_options.sampling import make_sampling
-from cache_client.view_options.selection import make_selection
+from cache_client.view_options.selection import gone_error, make_selection
 from cache_client.view_options.sequences import make_sequences, sequence_columns
 from cache_client.views.view import NO_SHUFFLE, Shuffle
 
@@ -59,10 +60,15 @@ def make_view(
         ready_deadline_s: how long to wait for a joined dataset that loads.
 
     Raises:
-        ConfigError: quotes every bad option.
+        ConfigError: quotes every bad option; or it needs values of rows that were erased.
     """
     selection = make_selection(options, version)
-    values = partial(row_values, version)
+
+    def values(expression: str) -> pa.ChunkedArray:
+        if len(version.shards.erased.gone):
+            raise gone_error(f"{options}")
+        return row_values(version, expression)
+
     job_view = make_sequences(
         options,
         make_sampling(

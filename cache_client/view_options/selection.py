@@ -9,15 +9,17 @@ import hashlib
 import logging
 import operator
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
+from cache_client.order.erased import Rest, in_sorted
 from cache_client.order.permutation import Int64Array
 from cache_client.view_options.columns import VersionNodes, selected_rows
 from cache_client.view_options.options import View
-from cache_client.views.rows_view import RowsView, rows_in_order, rows_of_shards
+from cache_client.views.rows_view import RestView, RowsView, rows_in_order, rows_of_shards
+from cache_client.views.shared_array import SharedArray
 from cache_client.views.splits import (
     HashRange,
     fold_of,
@@ -35,10 +37,11 @@ _UNCLEAR = re.compile(r"--|/\*|[$`\\]")
 
 
 def make_selection(options: View, version: VersionNodes) -> SlotView:
-    """The view of the rows that the options choose.
+    """The view of the rows that the options choose, without those that were erased.
 
     Raises:
-        ConfigError: ``subset`` has no row ids of this version; quotes one.
+        ConfigError: ``subset`` has no row ids of this version; quotes one. Or a condition was about
+            values that are gone, see `Erased`.
         RequestError: ``where`` or ``split_by`` is wrong, or needs other rows; says why.
         NodeUnavailableError, StaleVersionError: as for `selected_rows`.
     """
@@ -53,14 +56,21 @@ def make_selection(options: View, version: VersionNodes) -> SlotView:
     row_ids = None if subset is None else _row_ids(subset, version.shards.num_rows)
     if row_ids is not None:
         parts.append(f"subset={hashlib.sha256(row_ids.tobytes()).hexdigest()[:16]}")
+    left_out = version.shards.erased.left_out
+    if len(left_out):
+        parts.append(f"erased={version.shards.erased.until}")
     if not parts:
         return PlainView(version.shards.num_rows)
     identity = "; ".join(parts)
+    if len(left_out) and parts[:-1] == []:
+        rows = range(version.shards.num_rows)
+        return RestView(Rest(rows, SharedArray(left_out), SharedArray), identity)
     if row_ids is None:
         view = _ascending(identity, version, conditions, ranges)
     else:
         for each in ranges:
             row_ids = row_ids[each.holds(row_ids)]
+        row_ids = row_ids[~in_sorted(row_ids, left_out)]
         if conditions:
             row_ids = row_ids[_ascending("", version, conditions, []).contains(row_ids)]
         view = rows_in_order(identity, row_ids, version.shards.num_rows)
@@ -87,16 +97,59 @@ def _ascending(
     """The rows that fulfil all conditions and are in all ranges, by row id."""
     shards = version.shards
     counts = np.diff([*shards.starts.tolist(), shards.num_rows])
-    numbers = (
-        selected_rows(version, conditions)
+    numbers: Iterable[npt.NDArray[np.uint32]] = (
+        _chosen(version, conditions)
         if conditions
         else (np.arange(count, dtype=np.uint32) for count in counts)
     )
+    left_out = shards.erased.left_out
     kept = [
-        _in_ranges(each, int(first), ranges)
+        _in_ranges(_without(each, int(first), left_out), int(first), ranges)
         for each, first in zip(numbers, shards.starts, strict=True)
     ]
     return rows_of_shards(identity, kept, shards.starts, shards.num_rows)
+
+
+def condition_of(options: View) -> str:
+    """What the options ask of the values of a row; "" if they ask nothing."""
+    parts = [normalised(options.where)] if options.where is not None else []
+    by = options.split_by
+    return " AND ".join((*parts, *(each.condition(by) for each in _ranges(options) if by)))
+
+
+def _chosen(version: VersionNodes, conditions: Sequence[str]) -> Iterator[npt.NDArray[np.uint32]]:
+    """The rows of each shard that fulfil conditions; of erased ones, those that did."""
+    shards, gone = version.shards, version.shards.erased.gone
+    ends = [*shards.starts.tolist(), shards.num_rows][1:]
+    try:
+        held = shards.erased.chosen(" AND ".join(conditions), shards.num_rows)
+    except ValueError as error:
+        raise gone_error(f"the condition {' AND '.join(conditions)!r}", error) from None
+    for found, first, stop in zip(
+        selected_rows(version, conditions), shards.starts.tolist(), ends, strict=True
+    ):
+        own = held[slice(*np.searchsorted(held, [first, stop]))] - first
+        found = _without(found, first, gone)
+        yield np.union1d(found, own.astype(np.uint32)) if len(own) else found
+
+
+def gone_error(what: str, why: object = "") -> ConfigError:
+    """For a view that reads values of rows that are erased by now."""
+    reason = f", and {why}" if why else ""
+    return ConfigError(
+        f"rows were erased since, and {what} needs their values to find the order that the job "
+        f"had{reason}: begin an epoch anew, by set_epoch or without a state"
+    )
+
+
+def _without(
+    numbers: npt.NDArray[np.uint32], first: int, rows: Int64Array
+) -> npt.NDArray[np.uint32]:
+    """Rows of a shard, without some row ids."""
+    if not len(rows) or not len(numbers):
+        return numbers
+    own = rows[slice(*np.searchsorted(rows, [first, first + int(numbers[-1]) + 1]))] - first
+    return numbers[~in_sorted(numbers.astype(np.int64), own)] if len(own) else numbers
 
 
 def _in_ranges(

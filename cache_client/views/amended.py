@@ -26,6 +26,7 @@ from cache_client.order.segments import (
     seed_of,
     segment,
 )
+from cache_client.views.rows_view import RestView
 from cache_client.views.shared_array import SharedArray
 from cache_client.views.view import Epochs, PlainView, Samples, Shuffle, SlotView, epoch_order
 
@@ -39,11 +40,15 @@ class Part(NamedTuple):
         at: the position of the epoch where the segment begins; 0 for the first.
         num_rows: of its version, whose rows are the first ones of every later version.
         view: slots of one row each; of the version.
+        erased: the last act whose rows it leaves out.
+        text: of its view, see `cache_client.order.view_text`.
     """
 
     at: int
     num_rows: int
     view: SlotView
+    erased: int = 0
+    text: str = ""
 
     @property
     def told(self) -> tuple[int, int, str]:
@@ -86,7 +91,7 @@ class AmendedView:
     def identity(self) -> str:
         """The segments: what each reads, and where it begins."""
         how = self.shuffle
-        parts = "; ".join(f"{at} {num_rows} {view.identity}" for at, num_rows, view in self.parts)
+        parts = "; ".join(" ".join(map(str, part.told)) for part in self.parts)
         text = f"{how.shuffle} {how.shuffle_block_size} {how.seed} {self.epoch}: {parts}"
         digest = hashlib.sha256(text.encode()).hexdigest()[:32]
         return f"{self.latest.identity} amended={digest}"
@@ -143,8 +148,17 @@ class AmendedView:
 def _due(view: SlotView, epoch: int) -> Due:
     if isinstance(view, PlainView):
         return range(view.num_rows)
+    if isinstance(view, RestView):
+        return view.rest
     rows: Int64Array = np.sort(_rows(view, epoch))
     return rows
+
+
+def chosen_rows(view: SlotView) -> Int64Array:
+    """The rows that the options of a view choose, before others say how often each comes."""
+    while (inner := getattr(view, "inner", None)) is not None:
+        view = inner
+    return _rows(view, 0)
 
 
 def _rows(view: SlotView, epoch: int) -> Int64Array:
@@ -181,7 +195,7 @@ def amended_view(
 
 
 def _first(part: Part, due: Due, epoch: int, shuffle: Shuffle) -> Segment:
-    rows = due if isinstance(due, range) else _rows(part.view, epoch)
+    rows = _rows(part.view, epoch) if isinstance(due, np.ndarray) else due
     return segment(0, [_stream(rows, shuffle.order(part.view, epoch))], None)
 
 
@@ -197,7 +211,7 @@ def _next(
 
 
 def _stream(rows: Due, order: EpochOrder) -> Stream:
-    if isinstance(rows, range):
+    if not isinstance(rows, np.ndarray):
         return Stream(rows, order, SharedArray)
     is_small = not len(rows) or int(rows.max()) < _SMALL
     return Stream(SharedArray(rows.astype(np.uint32 if is_small else np.int64)), order, SharedArray)

@@ -13,14 +13,16 @@ import numpy as np
 import numpy.typing as npt
 
 from cache_client.order.due import MOST_SHARES, Due, Share
+from cache_client.order.erased import NO_ROWS
 from cache_client.order.order import EpochOrder, StepPlan
 from cache_client.order.permutation import Int64Array
 from cache_client.views.amended import AmendedView
+from cache_client.views.filled import FilledView
 from cache_client.views.groups import GroupsView
 from cache_client.views.length_buckets import LengthBucketsView
 from cache_client.views.mixture_view import MixtureView
 from cache_client.views.packing import PackingView
-from cache_client.views.rows_view import RowsView
+from cache_client.views.rows_view import RestView, RowsView
 from cache_client.views.sampling import BalancedView, EpochRowsView, WeightedView
 from cache_client.views.view import LoggedView, PlainView, Samples, SlotView
 
@@ -28,20 +30,30 @@ _MANY = 4  # times as many rows as are listed: then counting takes more memory t
 
 
 def samples_of(
-    view: SlotView, plan: StepPlan, order: EpochOrder, steps: range, rank: int
-) -> tuple[Int64Array, list[int], Samples]:
+    view: SlotView,
+    plan: StepPlan,
+    order: EpochOrder,
+    steps: range,
+    rank: int,
+    left_out: Int64Array = NO_ROWS,
+) -> tuple[Int64Array, list[int], Samples, list[int]]:
     """What a rank is given in some steps.
 
     Args:
         view: of the job.
         plan, order: of the pass.
+        left_out: rows that were erased since the view was made; ascending.
 
     Returns:
-        The slots of all steps, joined; slots of each step; the rows of these slots.
+        The slots of all steps, joined; slots of each step; the rows of these slots, and how many
+        slots of each step have rows.
     """
     positions, sizes = plan.window(steps, rank)
     slots = order.row_ids(positions)
-    return slots, sizes, view.samples(slots, order.epoch).shared(sizes)
+    samples, left = view.samples(slots, order.epoch), sizes
+    if len(left_out):
+        samples, left = samples.without(left_out, sizes)
+    return slots, sizes, samples.shared(left), left
 
 
 @singledispatch
@@ -62,17 +74,32 @@ def _(view: PlainView, epoch: int, num_rows: int) -> Due:
 
 
 @due_of.register
+def _(view: RestView, epoch: int, num_rows: int) -> Due:
+    return Due(rows=len(view.rest), of=num_rows)
+
+
+@due_of.register
 def _(view: LoggedView, epoch: int, num_rows: int) -> Due:
     return Due(of=view.log.total)  # None while the load does not know it
+
+
+@due_of.register
+def _(view: FilledView, epoch: int, num_rows: int) -> Due:
+    inner, size = due_of(view.inner, epoch, num_rows), view.num_slots(epoch)
+    return Due(rows=size, of=num_rows) if inner.is_distinct else _counted(view, epoch, num_rows)
 
 
 @due_of.register
 def _(view: AmendedView, epoch: int, num_rows: int) -> Due:
     if epoch != view.epoch:
         return due_of(view.latest, epoch, num_rows)
-    size = view.num_slots(epoch)
     if view.is_distinct:
-        return Due(rows=size, of=num_rows)
+        return Due(rows=view.num_slots(epoch), of=num_rows)
+    return _counted(view, epoch, num_rows)
+
+
+def _counted(view: SlotView, epoch: int, num_rows: int) -> Due:
+    size = view.num_slots(epoch)
     rows, least, most = _listed(view.samples(np.arange(size, dtype=np.int64), epoch).row_ids)
     return Due(unit="sample", rows=rows, of=num_rows, least=least, most=most)
 

@@ -7,6 +7,7 @@ import numpy as np
 from cache_client.order.order import EpochOrder
 from cache_client.order.permutation import Int64Array
 from cache_client.views.amended import AmendedView
+from cache_client.views.rows_view import RestView
 from cache_client.views.view import PlainView, SlotView
 
 _AT_ONCE = 2**20  # slots
@@ -34,6 +35,9 @@ def positions_of(
     elif isinstance(view, PlainView):
         which = np.flatnonzero(rows < view.num_rows)
         positions = order.positions(rows[which])
+    elif isinstance(view, RestView):
+        which, items = view.rest.find(rows)
+        positions = order.positions(items)
     else:
         which, slots = _slots_of(view, order.epoch, rows)
         positions = order.positions(slots)

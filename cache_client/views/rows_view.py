@@ -1,4 +1,4 @@
-"""A view of some rows of a version, one a slot."""
+"""Views of some rows of a version, one a slot."""
 
 from __future__ import annotations
 
@@ -9,12 +9,42 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from cache_client.order.erased import Rest
 from cache_client.order.permutation import Int64Array
 from cache_client.views.shared_array import SharedArray
 from cache_client.views.view import Epochs, Samples
 from cache_protocol.storage.row_index import RowIndex
 
 _MOST_ROWS_OF_ONE_BLOCK = 2**32  # numbers have 32 bits
+
+
+@dataclass(frozen=True)
+class RestView:
+    """Slot i has the i-th row that was not erased.
+
+    Args:
+        rest: the rows of the version that are left.
+        identity: see `SlotView`.
+    """
+
+    rest: Rest
+    identity: str
+    orders_rows: bool = field(default=False, init=False)
+    epochs: Epochs = field(default="same rows", init=False)
+    rows_per_slot: float = field(default=1.0, init=False)
+
+    @property
+    def num_bytes(self) -> int:
+        """16 bytes for each erased row."""
+        return 2 * self.rest.out.values.nbytes
+
+    def num_slots(self, epoch: int) -> int:
+        """The rows that are left."""
+        return len(self.rest)
+
+    def samples(self, slots: Int64Array, epoch: int) -> Samples:
+        """The rows of these slots."""
+        return Samples(self.rest.take(slots))
 
 
 @dataclass(frozen=True)

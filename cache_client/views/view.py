@@ -22,6 +22,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from cache_client.order.erased import in_sorted
 from cache_client.order.load_log import GroupLog
 from cache_client.order.order import EpochOrder
 from cache_client.order.permutation import Int64Array
@@ -71,6 +72,32 @@ class Samples:
         kept = np.ones(len(self.row_ids), np.bool_)
         kept[firsts[shares]] = False
         return Samples(self.row_ids[kept], self.lengths, self.skipped, shares, self.sources)
+
+    def without(self, rows: Int64Array, slots_of_steps: list[int]) -> tuple[Samples, list[int]]:
+        """The samples without some rows, which ascend, and the slots that are left of each step.
+
+        A slot that has no other rows is left out.
+        """
+        kept = ~in_sorted(self.row_ids, rows)
+        if kept.all():
+            return self, slots_of_steps
+        lengths = np.ones(sum(slots_of_steps), np.int64) if self.lengths is None else self.lengths
+        ends, before = lengths.cumsum(), np.concatenate([[0], kept.cumsum()])
+        counts = before[ends] - before[ends - lengths]
+        left = (counts > 0) | (lengths == 0)
+        steps = np.arange(len(slots_of_steps)).repeat(slots_of_steps)
+        sizes: list[int] = np.bincount(steps[left], minlength=len(slots_of_steps)).tolist()
+        skipped = self.skipped
+        if skipped is not None:  # of a first row that is left out, nothing is to be skipped
+            first = np.minimum(ends - lengths, len(kept) - 1)
+            skipped = np.where(kept[first], skipped, 0)[left]
+        found = Samples(
+            self.row_ids[kept],
+            None if self.lengths is None else counts[left],
+            skipped,
+            sources=None if self.sources is None else self.sources[left],
+        )
+        return found, sizes
 
     def rows_of_steps(self, slots_of_steps: list[int]) -> list[int]:
         """Rows of each step, for steps of so many slots."""

@@ -3,6 +3,7 @@
 .catalogue/<dataset>@<fingerprint>.json    one version: its plan and its shards
 .catalogue/*.json.damaged                  one that cannot be read; set aside
 .catalogue/<dataset>@<fingerprint>.log     the groups in which its shards were sealed
+.catalogue/<dataset>@<fingerprint>.erased  its rows that were forgotten, by act
 .members.json                              the nodes that ever joined
 .zones.json                                the zones of those that have one
 .proven-members.json                       those that hold a shard for certain
@@ -17,6 +18,7 @@ see `state_files`. A damaged one is never taken for another.
 
 from __future__ import annotations
 
+import base64
 import json
 import logging
 import re
@@ -41,6 +43,7 @@ from cache_protocol.errors import (
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.auth.principals import Viewer
 from cache_server.coordination.catalogue_store import CatalogueStore, FileStore
+from cache_server.coordination.versions.erasures import ErasedRows
 from cache_server.plan.pinned_version import PinnedVersion, split_to_proto
 from cache_server.shards import checked_names, state_files
 from cache_server.shards.state_files import DAMAGED
@@ -52,7 +55,7 @@ _ENTRIES = ".catalogue"
 _MEMBERS, _PROVEN, _KEEPINGS = ".members.json", ".proven-members.json", ".keepings.json"
 _DRAINS, _DROPPED, _ID = ".drains.json", ".dropped.json", ".catalogue-id.json"
 _ZONES = ".zones.json"  # apart from the members: earlier releases read those as a list of names
-_FORMAT = 7  # of an entry; raise it with every addition
+_FORMAT = 8  # of an entry; raise it with every addition
 _FORMAT_MEMBER = re.compile(rb'"format":\s*(\d+)')
 _T = TypeVar("_T")
 Kept = tuple[bool, int, tuple[float, ...], float | None]  # see `Keeping`
@@ -160,6 +163,7 @@ class CatalogueEntry:
         homes, holders, load_s: see `VersionRecord`.
         evicted: it has no shards until it is read.
         log: of this attempt; None if it has no group yet, or cannot be read.
+        erased: its rows that were forgotten, by act.
     """
 
     pinned: PinnedVersion
@@ -174,6 +178,7 @@ class CatalogueEntry:
     log: CatalogueLog | None = None
     evicted: bool = False
     load_s: float = 0.0
+    erased: tuple[ErasedRows, ...] = ()
 
 
 class Catalogue:
@@ -285,11 +290,37 @@ class Catalogue:
         content = {"id": log.log_id, "attempt": log.attempt, "groups": groups}
         self._store.write(_log_of(_name_of(key)), state_files.encode(json.dumps(content)))
 
+    def write_erased(self, key: VersionKey, acts: Iterable[ErasedRows]) -> None:
+        """Writes the rows of one version that were forgotten.
+
+        Raises:
+            OSError: as `write`.
+        """
+        rows = [[act.number, base64.b64encode(act.rows).decode()] for act in acts]
+        self._write_value(_erased_of(_name_of(key)), "erased", rows)
+
+    def _read_erased(self, name: str) -> tuple[ErasedRows, ...]:
+        """The rows of an entry that were forgotten.
+
+        Raises:
+            ValueError: they cannot be read: then the version must not be served.
+        """
+        try:
+            if (data := self._store.read(name)) is None:
+                return ()
+        except OSError as error:
+            raise ValueError(f"its erased rows cannot be read: {error.strerror}") from None
+        content, _ = state_files.decode(data)
+        return tuple(
+            ErasedRows(int(number), base64.b64decode(rows, validate=True))
+            for number, rows in content["erased"]
+        )
+
     def forget(self, key: VersionKey) -> None:
         """Removes one version; also a damaged one."""
         name = _name_of(key)
         self.damaged.pop(key, None)
-        self._store.remove(name, _log_of(name), _aside(name))
+        self._store.remove(name, _log_of(name), _erased_of(name), _aside(name))
 
     def _forget_damaged(self, key: VersionKey) -> None:
         self.damaged.pop(key, None)
@@ -335,7 +366,8 @@ class Catalogue:
             return None
         try:
             message = _parse_entry(content)
-            entry = _decode(message, self._read_log(_log_of(name), message.plan.attempt))
+            log = self._read_log(_log_of(name), message.plan.attempt)
+            entry = _decode(message, log, self._read_erased(_erased_of(name)))
             if name != _name_of(entry.pinned.key):
                 raise ValueError(f"it is of another version, {entry.pinned.key}")
         except (*_WRONG, json_format.ParseError, pa.ArrowException, CacheError) as error:
@@ -529,6 +561,10 @@ def _log_of(entry: str) -> str:
     return f"{entry.removesuffix('.json')}.log"
 
 
+def _erased_of(entry: str) -> str:
+    return f"{entry.removesuffix('.json')}.erased"
+
+
 def _aside(name: str) -> str:
     return f"{name}{DAMAGED}"
 
@@ -567,7 +603,9 @@ def _require_known(found: int, directory: str) -> None:
         )
 
 
-def _decode(entry: pb.CatalogueEntry, log: CatalogueLog | None) -> CatalogueEntry:
+def _decode(
+    entry: pb.CatalogueEntry, log: CatalogueLog | None, erased: tuple[ErasedRows, ...]
+) -> CatalogueEntry:
     """The entry of a message; see `Catalogue._read` for the errors."""
     homes = tuple(tuple(shard.homes) for shard in entry.shards)
     return CatalogueEntry(
@@ -585,6 +623,7 @@ def _decode(entry: pb.CatalogueEntry, log: CatalogueLog | None) -> CatalogueEntr
         log,
         entry.evicted,
         entry.load_s,
+        erased,
     )
 
 

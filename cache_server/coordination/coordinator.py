@@ -54,7 +54,7 @@ class Coordinator:
         damaged: the catalogue entries that cannot be read.
         create, attach, plan: loads; see `Loads`.
         begin_write, write_schema, commit_write, abort_write: writes; see `Commits`.
-        get, failure, datasets, summaries, watch, delete, keep, shares: see `Readers`.
+        get, failure, datasets, summaries, watch, delete, keep, shares, erased_rows: see `Readers`.
         drain, undrain, nodes: every known node, and their drains; see `Draining`.
         orphans, drop_orphans: files of no known version; see `Readers`.
         heartbeat: the report of a node; see `Heartbeats.apply`.
@@ -99,6 +99,7 @@ class Coordinator:
         self.get, self.failure, self.watch = readers.get, readers.failure, readers.watch
         self.datasets, self.summaries = readers.datasets, readers.summaries
         self.delete, self.keep, self.shares = readers.delete, readers.keep, readers.shares
+        self.erased_rows = readers.erased_rows
         self.orphans, self.drop_orphans = readers.orphans, readers.drop_orphans
         draining = Draining(self.state)
         self.drain, self.undrain, self.nodes = draining.drain, draining.undrain, draining.nodes

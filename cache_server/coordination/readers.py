@@ -20,6 +20,7 @@ from cache_server.coordination.versions.versions import EpochVersions, newest
 from cache_server.shards.version_key import VersionKey
 
 _WATCH_S = 0.5
+_MOST_ERASED_BYTES = 8 << 20  # of an answer, or one act
 
 
 class Readers:
@@ -58,7 +59,8 @@ class Readers:
             lease: its rows are about to be read, so it is kept for a while after it is replaced,
                 and loaded again if it was evicted.
             viewer: who asks; other datasets do not exist for it.
-            follow: the version that a job reads in an epoch, if there is no fingerprint.
+            follow: the version that a job reads in an epoch, and the acts of erasing that it knows;
+                with a fingerprint, only these.
 
         Raises:
             DatasetNotFoundError: lists the existing datasets.
@@ -67,8 +69,9 @@ class Readers:
             LoadError: its catalogue entry is damaged.
         """
         with self._state.changed:
-            if follow is not None and not fingerprint:
-                fingerprint = self._fingerprint_of_epoch(name, follow, viewer)
+            erasures = None
+            if follow is not None:
+                fingerprint, erasures = self._of_epoch(name, fingerprint, follow, viewer)
             version = self._state.find(name, fingerprint, viewer)
             is_recalled = False
             if lease:
@@ -77,9 +80,34 @@ class Readers:
                 is_recalled = self._evictions.recall_for_reader(version)
             info = self._state.describe(version, viewer)
             info = info if lease else self._with_keeping(info, version)
+            if erasures is not None and erasures != info.erasures:
+                agreed = pb.DatasetInfo()
+                agreed.CopyFrom(info)
+                agreed.erasures, info = erasures, agreed
         if is_recalled:
             self._state.notify_listeners()
         return info
+
+    def erased_rows(
+        self, name: str, fingerprint: str, start: int, viewer: Viewer = EVERYTHING
+    ) -> pb.GetErasedRowsResponse:
+        """The erased rows of a version, by act, from an act on; as many as fit in an answer.
+
+        Raises:
+            DatasetNotFoundError, StaleVersionError, NotReadyError, LoadError: as `get`.
+        """
+        with self._state.changed:
+            version = self._state.find(name, fingerprint, viewer)
+            left = version.erasures.acts[start:]
+        answer = pb.GetErasedRowsResponse(fingerprint=version.pinned.key.fingerprint)
+        num_bytes = 0
+        for act in left:
+            num_bytes += len(act.rows)
+            if answer.acts and num_bytes > _MOST_ERASED_BYTES:
+                answer.more = True
+                break
+            answer.acts.add(number=act.number, rows=act.rows)
+        return answer
 
     def keep(
         self,
@@ -109,23 +137,30 @@ class Readers:
             kept.last_read_s = keeping.last_read
         return kept
 
-    def _fingerprint_of_epoch(self, name: str, follow: pb.EpochOfJob, viewer: Viewer) -> str:
-        """The version of an epoch; empty if there is no ready one."""
+    def _of_epoch(
+        self, name: str, fingerprint: str, follow: pb.EpochOfJob, viewer: Viewer
+    ) -> tuple[str, int | None]:
+        """The version of an epoch, and how many acts of erasing it knows of it.
+
+        Args:
+            fingerprint: the version, if only the acts are asked.
+
+        Returns:
+            An empty fingerprint and None if there is no ready version.
+        """
         full = viewer.resolve(name)
         ready = {
             version.pinned.key.fingerprint: version
             for version in self._state.versions.seen_by(viewer, full)
-            if version.state.was_served
+            if version.state.was_served and fingerprint in ("", version.pinned.key.fingerprint)
         }
         if (latest := newest(ready.values())) is None:
-            return ""
+            return fingerprint, None
         self._state.versions.require_undamaged(full)
-        asked = (
-            viewer.namespace,
-            full,
-            (follow.job, follow.epoch, follow.amended_at, follow.amendment),
-        )
-        return self._epochs.choose(asked, latest.pinned.key.fingerprint, ready.keys())
+        place = (follow.job, follow.epoch, follow.amended_at, follow.amendment)
+        asked = (viewer.namespace, full, fingerprint, place)
+        found = latest.pinned.key.fingerprint, len(latest.erasures.acts)
+        return self._epochs.choose(asked, found, ready.keys())
 
     def failure(self, name: str, fingerprint: str) -> CacheError | None:
         """Why a version cannot be served; None while it is served or loaded.

@@ -422,6 +422,16 @@ class CoordinatorServicer(cache_pb2_grpc.CoordinatorServicer):
             )
             return pb.ListJobsResponse(jobs=jobs)
 
+    def GetErasedRows(
+        self, request: pb.GetErasedRowsRequest, context: grpc.ServicerContext
+    ) -> pb.GetErasedRowsResponse:
+        """The rows of a version that were forgotten."""
+        with _error_statuses(context):
+            viewer = _viewer(caller_of(context), request.viewer)
+            return self._coordinator.erased_rows(
+                request.dataset, request.fingerprint, request.start, viewer
+            )
+
     def Heartbeat(
         self, request: pb.HeartbeatRequest, context: grpc.ServicerContext
     ) -> pb.HeartbeatResponse:

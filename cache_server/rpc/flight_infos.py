@@ -111,6 +111,8 @@ def _read_plan(info: pb.DatasetInfo, viewer: Viewer, log: pb.LoadLog | None = No
         protocol=PROTOCOL,
         full_name=viewer.resolve(info.spec.name),
         zones={node.id: node.zone for node in info.nodes if node.zone},
+        erasures=info.erasures,
+        erased_rows=info.erased_rows,
     )
     return plan.SerializeToString()
 

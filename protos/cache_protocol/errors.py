@@ -6,6 +6,7 @@
       RequestError                the request can never succeed: not retried
         DatasetNotFoundError
         InvalidRowsError          row ids or a row range outside the dataset
+          ErasedRowsError         rows that were forgotten: ask for the erased rows again
         InvalidTicketError        a ticket or a command that cannot be parsed
         InvalidImageError         a column with bytes that are no image; names column and row
         InvalidTextError          a string column with bytes that are no UTF-8; names column and row
@@ -78,6 +79,15 @@ class InvalidRowsError(RequestError):
     """Row ids, or a row range, are outside the dataset."""
 
     code = pb.ERROR_CODE_INVALID_ROWS
+
+
+class ErasedRowsError(InvalidRowsError):
+    """Some of the rows were forgotten: `CacheClient.erased_rows` has their row ids.
+
+    The reader's view is of before: an amendment, or a new pass, leaves them out.
+    """
+
+    code = pb.ERROR_CODE_ERASED_ROWS
 
 
 class InvalidTicketError(RequestError):
@@ -183,6 +193,7 @@ _BY_CODE: dict[int, type[CacheError]] = {
         RequestError,
         DatasetNotFoundError,
         InvalidRowsError,
+        ErasedRowsError,
         InvalidTicketError,
         SchemaError,
         UnauthenticatedError,

@@ -18,7 +18,10 @@ from typer.testing import CliRunner
 from cache_client import CacheClient, CacheIterableDataset, CacheMixture, View
 from cache_client import __main__ as program
 from cache_server import LocalCluster
+from tests.erasing import Erasing, erasing
 from tests.waiting import wait_until
+
+__all__ = ["erasing"]
 
 VIEWS = (
     None,
@@ -192,9 +195,52 @@ def test_people_see_how_often_and_what_cannot_be_shown(nodes: LocalCluster, tmp_
     assert "step 0, rank 0" in text
     for arguments, wrong in (
         (("--where", "row = 1"), "give either --state FILE or --job JOB"),
+        (("--state", str(path)), "give either --where SQL or --forgotten ACT"),
         (("--where", "row = 1", "--state", str(tmp_path / "none")), "cannot read"),
         (("--where", "nothing = 1", "--state", str(path)), "nothing"),
     ):
         code, text = run(*arguments)
         assert code != 0
         assert wrong in text
+
+
+def test_the_last_clean_state_is_named(nodes: LocalCluster, tmp_path: Path) -> None:
+    write(nodes, "clean", 0, 40)
+    dataset = CacheIterableDataset(
+        "clean", batch_size=4, shuffle=True, cache=nodes.endpoint, job="clean"
+    )
+    order, paths = list[int](), []
+    for step, batch in enumerate(dataset):
+        order += batch["row"].tolist()
+        paths.append(tmp_path / f"ckpt-{step}.json")
+        paths[-1].write_text(json.dumps(dataset.state_dict()))
+
+    def last(row: int) -> str:
+        states = [part for path in reversed(paths) for part in ("--state", str(path))]
+        arguments = ["seen", "clean", "--where", f"row = {row}", *states]
+        ran = CliRunner().invoke(program.app, [*arguments, "--endpoint", nodes.endpoint])
+        assert ran.exit_code == 0, (ran.output, ran.exception)
+        return ran.output.splitlines()[-1]
+
+    assert last(order[17]) == f"last clean: {paths[3]}"
+    assert last(order[0]) == "no state is clean"
+
+
+def test_rows_that_were_forgotten_are_found_by_their_act(
+    nodes: LocalCluster, tmp_path: Path, erasing: Erasing
+) -> None:
+    write(nodes, "gone", 0, 40)
+    dataset = CacheIterableDataset("gone", batch_size=4, shuffle=True, cache=nodes.endpoint)
+    order, path = list[int](), tmp_path / "state.json"
+    for step, batch in enumerate(dataset):
+        order += batch["row"].tolist()
+        if step == 4:
+            path.write_text(json.dumps(dataset.state_dict()))
+    erasing.erase("gone", [0, 1])
+    act = erasing.erase("gone", sorted(order[18:23]))
+
+    (found,) = seen(nodes, "gone", "--forgotten", str(act), "--state", str(path))
+
+    (epoch,) = found["epochs"]
+    assert [each["row"] for each in epoch["given"]] == order[18:20]
+    assert (found["rows"], found["last_clean"]) == (5, False)

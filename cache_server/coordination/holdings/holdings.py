@@ -554,6 +554,8 @@ class Holdings:
             nulls=version.sealed_sums().nulls,
             progress=self._progress(),
             notes=sorted(version.notes),
+            erasures=len(version.erasures.acts),
+            erased_rows=version.erasures.num_rows,
         )
         failure = self.failure()
         if failure is not None:

@@ -31,6 +31,7 @@ from cache_server.coordination.catalogue import (
 )
 from cache_server.coordination.catalogue_store import CatalogueLostError
 from cache_server.coordination.members.ended_nodes import WHOLE_QUERY, EndedNodes
+from cache_server.coordination.versions.erasures import Erasures
 from cache_server.coordination.versions.load_run import LoadRun
 from cache_server.coordination.versions.states import TRANSITIONS, State, Step
 from cache_server.coordination.versions.writes import ChosenRows, puts_of
@@ -128,6 +129,7 @@ class VersionRecord:
         wanted_at: when someone last asked for its load, or it became ready.
         evictions: since the coordinator started; also one before.
         recall_error: why it could not be loaded again when it was last read; None: it could.
+        erasures: its rows that were forgotten.
     """
 
     pinned: PinnedVersion
@@ -160,6 +162,7 @@ class VersionRecord:
     wanted_at: float | None = None
     evictions: int = 0
     recall_error: CacheError | None = None
+    erasures: Erasures = field(default_factory=Erasures)
     _row_starts: tuple[int, ...] | None = field(default=None, init=False, repr=False)
     _sums: SealedSums = field(default_factory=SealedSums, init=False, repr=False)
 
@@ -183,6 +186,7 @@ class VersionRecord:
             load_s=entry.load_s,
             evictions=int(entry.evicted),
         )
+        version.erasures = Erasures(entry.erased, version.row_starts() or ())
         if entry.log is not None:
             version.log = SealedGroups(entry.log.log_id, entry.log.groups)
             for index, sealed in entry.log.sealed.items():

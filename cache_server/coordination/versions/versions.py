@@ -272,10 +272,12 @@ class EpochVersions:
     def __init__(self, keep_s: float, clock: Callable[[], float]) -> None:
         self._keep_s = keep_s
         self._clock = clock
-        self._chosen: dict[Hashable, tuple[str, float]] = {}  # the oldest first
+        self._chosen: dict[Hashable, tuple[tuple[str, int], float]] = {}  # the oldest first
 
-    def choose(self, asked: Hashable, newest: str, ready: Collection[str]) -> str:
-        """The fingerprint for a job and an epoch.
+    def choose(
+        self, asked: Hashable, newest: tuple[str, int], ready: Collection[str]
+    ) -> tuple[str, int]:
+        """The fingerprint for a job and an epoch, and how many acts of erasing it knows.
 
         Args:
             asked: names the job, the epoch and the dataset.
@@ -283,10 +285,10 @@ class EpochVersions:
             ready: the versions that can be read.
         """
         now = self._clock()
-        fingerprint, chosen_at = self._chosen.pop(asked, ("", now))
-        if fingerprint not in ready or now - chosen_at > self._keep_s:
-            fingerprint, chosen_at = newest, now
-        self._chosen[asked] = fingerprint, chosen_at
+        found, chosen_at = self._chosen.pop(asked, (newest, now))
+        if found[0] not in ready or now - chosen_at > self._keep_s:
+            found, chosen_at = newest, now
+        self._chosen[asked] = found, chosen_at
         if len(self._chosen) > _MOST_CHOICES:
             del self._chosen[next(iter(self._chosen))]
-        return fingerprint
+        return found

@@ -43,6 +43,8 @@ class _ErrorCodeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enum
     ERROR_CODE_UNAUTHENTICATED: _ErrorCode.ValueType  # 10
     ERROR_CODE_PERMISSION_DENIED: _ErrorCode.ValueType  # 11
     ERROR_CODE_SCHEMA: _ErrorCode.ValueType  # 12
+    ERROR_CODE_ERASED_ROWS: _ErrorCode.ValueType  # 13
+    """rows were forgotten: see GetErasedRows"""
 
 class ErrorCode(_ErrorCode, metaclass=_ErrorCodeEnumTypeWrapper):
     """---------------------------------------------------------------------------------------------
@@ -66,6 +68,8 @@ ERROR_CODE_NODE_UNAVAILABLE: ErrorCode.ValueType  # 9
 ERROR_CODE_UNAUTHENTICATED: ErrorCode.ValueType  # 10
 ERROR_CODE_PERMISSION_DENIED: ErrorCode.ValueType  # 11
 ERROR_CODE_SCHEMA: ErrorCode.ValueType  # 12
+ERROR_CODE_ERASED_ROWS: ErrorCode.ValueType  # 13
+"""rows were forgotten: see GetErasedRows"""
 Global___ErrorCode: typing_extensions.TypeAlias = ErrorCode
 
 class _DatasetState:
@@ -480,6 +484,8 @@ class DatasetInfo(google.protobuf.message.Message):
     PRIORITY_FIELD_NUMBER: builtins.int
     LAST_READ_S_FIELD_NUMBER: builtins.int
     LOAD_S_FIELD_NUMBER: builtins.int
+    ERASURES_FIELD_NUMBER: builtins.int
+    ERASED_ROWS_FIELD_NUMBER: builtins.int
     fingerprint: builtins.str
     state: Global___DatasetState.ValueType
     num_rows: builtins.int
@@ -501,6 +507,12 @@ class DatasetInfo(google.protobuf.message.Message):
     """clock of the coordinator, since 1970"""
     load_s: builtins.float
     """that its load took; 0: unknown"""
+    erasures: builtins.int
+    """Rows of this version that were forgotten. They keep their row ids, and num_rows counts them.
+    acts that erased some of its rows; it only grows
+    """
+    erased_rows: builtins.int
+    """by all of them"""
     @property
     def spec(self) -> Global___DatasetSpec: ...
     @property
@@ -552,9 +564,11 @@ class DatasetInfo(google.protobuf.message.Message):
         priority: builtins.int = ...,
         last_read_s: builtins.float | None = ...,
         load_s: builtins.float = ...,
+        erasures: builtins.int = ...,
+        erased_rows: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_last_read_s", b"_last_read_s", "error", b"error", "last_read_s", b"last_read_s", "log", b"log", "progress", b"progress", "spec", b"spec"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_last_read_s", b"_last_read_s", "awaited", b"awaited", "error", b"error", "fingerprint", b"fingerprint", "last_read_s", b"last_read_s", "lease_s", b"lease_s", "load_s", b"load_s", "log", b"log", "nodes", b"nodes", "notes", b"notes", "nulls", b"nulls", "num_bytes", b"num_bytes", "num_rows", b"num_rows", "pinned", b"pinned", "priority", b"priority", "progress", b"progress", "schema", b"schema", "shards", b"shards", "spec", b"spec", "state", b"state", "tag", b"tag"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_last_read_s", b"_last_read_s", "awaited", b"awaited", "erased_rows", b"erased_rows", "erasures", b"erasures", "error", b"error", "fingerprint", b"fingerprint", "last_read_s", b"last_read_s", "lease_s", b"lease_s", "load_s", b"load_s", "log", b"log", "nodes", b"nodes", "notes", b"notes", "nulls", b"nulls", "num_bytes", b"num_bytes", "num_rows", b"num_rows", "pinned", b"pinned", "priority", b"priority", "progress", b"progress", "schema", b"schema", "shards", b"shards", "spec", b"spec", "state", b"state", "tag", b"tag"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_last_read_s", b"_last_read_s"]) -> typing.Literal["last_read_s"] | None: ...
 
 Global___DatasetInfo: typing_extensions.TypeAlias = DatasetInfo
@@ -908,6 +922,8 @@ class ReadPlan(google.protobuf.message.Message):
     PROTOCOL_FIELD_NUMBER: builtins.int
     FULL_NAME_FIELD_NUMBER: builtins.int
     ZONES_FIELD_NUMBER: builtins.int
+    ERASURES_FIELD_NUMBER: builtins.int
+    ERASED_ROWS_FIELD_NUMBER: builtins.int
     dataset: builtins.str
     fingerprint: builtins.str
     lease_s: builtins.float
@@ -916,6 +932,10 @@ class ReadPlan(google.protobuf.message.Message):
     """that the node speaks; 0: of a release that does not tell"""
     full_name: builtins.str
     """of the dataset, with its namespace"""
+    erasures: builtins.int
+    """see DatasetInfo"""
+    erased_rows: builtins.int
+    """likewise"""
     @property
     def log(self) -> Global___LoadLog:
         """if known_groups was asked"""
@@ -934,9 +954,11 @@ class ReadPlan(google.protobuf.message.Message):
         protocol: builtins.int = ...,
         full_name: builtins.str = ...,
         zones: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
+        erasures: builtins.int = ...,
+        erased_rows: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["log", b"log"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["dataset", b"dataset", "fingerprint", b"fingerprint", "full_name", b"full_name", "lease_s", b"lease_s", "log", b"log", "protocol", b"protocol", "zones", b"zones"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["dataset", b"dataset", "erased_rows", b"erased_rows", "erasures", b"erasures", "fingerprint", b"fingerprint", "full_name", b"full_name", "lease_s", b"lease_s", "log", b"log", "protocol", b"protocol", "zones", b"zones"]) -> None: ...
 
 Global___ReadPlan: typing_extensions.TypeAlias = ReadPlan
 
@@ -1794,6 +1816,289 @@ class DeleteDatasetResponse(google.protobuf.message.Message):
 Global___DeleteDatasetResponse: typing_extensions.TypeAlias = DeleteDatasetResponse
 
 @typing.final
+class ForgetRowsRequest(google.protobuf.message.Message):
+    """Row sets are sorted row numbers: the differences to the number before, less one, as LEB128 numbers;
+    the first one as it is.
+
+    Erases the rows of a dataset that fulfil conditions, in all versions and on all nodes.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    WHERE_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    DRY_RUN_FIELD_NUMBER: builtins.int
+    KEEP_CONDITION_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    reason: builtins.str
+    dry_run: builtins.bool
+    """only counts"""
+    keep_condition: builtins.bool
+    """in the attestation: it may name a person"""
+    @property
+    def where(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """SQL conditions, all of which hold"""
+
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        where: collections.abc.Iterable[builtins.str] | None = ...,
+        reason: builtins.str = ...,
+        dry_run: builtins.bool = ...,
+        keep_condition: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["dry_run", b"dry_run", "keep_condition", b"keep_condition", "name", b"name", "reason", b"reason", "where", b"where"]) -> None: ...
+
+Global___ForgetRowsRequest: typing_extensions.TypeAlias = ForgetRowsRequest
+
+@typing.final
+class ForgetRowsResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ACT_FIELD_NUMBER: builtins.int
+    @property
+    def act(self) -> Global___ForgetAct:
+        """without a number, if it was dry or no row was found"""
+
+    def __init__(
+        self,
+        *,
+        act: Global___ForgetAct | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["act", b"act"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["act", b"act"]) -> None: ...
+
+Global___ForgetRowsResponse: typing_extensions.TypeAlias = ForgetRowsResponse
+
+@typing.final
+class ListForgottenRequest(google.protobuf.message.Message):
+    """Acts of a dataset, the latest first."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    NUMBER_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """empty: of every dataset that the caller may see"""
+    number: builtins.int
+    """only this act"""
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        number: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["name", b"name", "number", b"number"]) -> None: ...
+
+Global___ListForgottenRequest: typing_extensions.TypeAlias = ListForgottenRequest
+
+@typing.final
+class ListForgottenResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ACTS_FIELD_NUMBER: builtins.int
+    PUBLIC_KEY_FIELD_NUMBER: builtins.int
+    public_key: builtins.bytes
+    """Ed25519, of this cache; empty: there was no act yet"""
+    @property
+    def acts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ForgetAct]: ...
+    def __init__(
+        self,
+        *,
+        acts: collections.abc.Iterable[Global___ForgetAct] | None = ...,
+        public_key: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["acts", b"acts", "public_key", b"public_key"]) -> None: ...
+
+Global___ListForgottenResponse: typing_extensions.TypeAlias = ListForgottenResponse
+
+@typing.final
+class ForgetAct(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: builtins.int
+    DATASET_FIELD_NUMBER: builtins.int
+    BY_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    BEGUN_S_FIELD_NUMBER: builtins.int
+    DONE_FIELD_NUMBER: builtins.int
+    WAITS_FIELD_NUMBER: builtins.int
+    VERSIONS_FIELD_NUMBER: builtins.int
+    ATTESTATION_FIELD_NUMBER: builtins.int
+    number: builtins.int
+    """of the cache, from 1; grows"""
+    dataset: builtins.str
+    by: builtins.str
+    reason: builtins.str
+    begun_s: builtins.float
+    """since 1970"""
+    done: builtins.bool
+    attestation: builtins.str
+    """JSON; once it is done"""
+    @property
+    def waits(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """what it still waits for, for people"""
+
+    @property
+    def versions(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ForgottenVersion]: ...
+    def __init__(
+        self,
+        *,
+        number: builtins.int = ...,
+        dataset: builtins.str = ...,
+        by: builtins.str = ...,
+        reason: builtins.str = ...,
+        begun_s: builtins.float = ...,
+        done: builtins.bool = ...,
+        waits: collections.abc.Iterable[builtins.str] | None = ...,
+        versions: collections.abc.Iterable[Global___ForgottenVersion] | None = ...,
+        attestation: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attestation", b"attestation", "begun_s", b"begun_s", "by", b"by", "dataset", b"dataset", "done", b"done", "number", b"number", "reason", b"reason", "versions", b"versions", "waits", b"waits"]) -> None: ...
+
+Global___ForgetAct: typing_extensions.TypeAlias = ForgetAct
+
+@typing.final
+class ForgottenVersion(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    FINGERPRINT_FIELD_NUMBER: builtins.int
+    ERASED_ROWS_FIELD_NUMBER: builtins.int
+    NUM_ROWS_FIELD_NUMBER: builtins.int
+    fingerprint: builtins.str
+    erased_rows: builtins.int
+    """by this act"""
+    num_rows: builtins.int
+    def __init__(
+        self,
+        *,
+        fingerprint: builtins.str = ...,
+        erased_rows: builtins.int = ...,
+        num_rows: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["erased_rows", b"erased_rows", "fingerprint", b"fingerprint", "num_rows", b"num_rows"]) -> None: ...
+
+Global___ForgottenVersion: typing_extensions.TypeAlias = ForgottenVersion
+
+@typing.final
+class GetErasedRowsRequest(google.protobuf.message.Message):
+    """The erased rows of a version, by act. Their ids never change."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DATASET_FIELD_NUMBER: builtins.int
+    FINGERPRINT_FIELD_NUMBER: builtins.int
+    START_FIELD_NUMBER: builtins.int
+    VIEWER_FIELD_NUMBER: builtins.int
+    dataset: builtins.str
+    fingerprint: builtins.str
+    """empty: the newest"""
+    start: builtins.int
+    """leave out so many acts, the first ones"""
+    @property
+    def viewer(self) -> Global___Viewer: ...
+    def __init__(
+        self,
+        *,
+        dataset: builtins.str = ...,
+        fingerprint: builtins.str = ...,
+        start: builtins.int = ...,
+        viewer: Global___Viewer | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["viewer", b"viewer"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["dataset", b"dataset", "fingerprint", b"fingerprint", "start", b"start", "viewer", b"viewer"]) -> None: ...
+
+Global___GetErasedRowsRequest: typing_extensions.TypeAlias = GetErasedRowsRequest
+
+@typing.final
+class GetErasedRowsResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ACTS_FIELD_NUMBER: builtins.int
+    MORE_FIELD_NUMBER: builtins.int
+    FINGERPRINT_FIELD_NUMBER: builtins.int
+    more: builtins.bool
+    """ask again, after these"""
+    fingerprint: builtins.str
+    @property
+    def acts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ErasedRows]:
+        """of the version, in their order"""
+
+    def __init__(
+        self,
+        *,
+        acts: collections.abc.Iterable[Global___ErasedRows] | None = ...,
+        more: builtins.bool = ...,
+        fingerprint: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["acts", b"acts", "fingerprint", b"fingerprint", "more", b"more"]) -> None: ...
+
+Global___GetErasedRowsResponse: typing_extensions.TypeAlias = GetErasedRowsResponse
+
+@typing.final
+class ErasedRows(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: builtins.int
+    ROWS_FIELD_NUMBER: builtins.int
+    number: builtins.int
+    """of the act"""
+    rows: builtins.bytes
+    """a row set of row ids"""
+    def __init__(
+        self,
+        *,
+        number: builtins.int = ...,
+        rows: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["number", b"number", "rows", b"rows"]) -> None: ...
+
+Global___ErasedRows: typing_extensions.TypeAlias = ErasedRows
+
+@typing.final
+class GetTombstonesRequest(google.protobuf.message.Message):
+    """For a node that loads: hashes of rows that no version may have."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DATASET_FIELD_NUMBER: builtins.int
+    dataset: builtins.str
+    def __init__(
+        self,
+        *,
+        dataset: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["dataset", b"dataset"]) -> None: ...
+
+Global___GetTombstonesRequest: typing_extensions.TypeAlias = GetTombstonesRequest
+
+@typing.final
+class GetTombstonesResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: builtins.int
+    KEY_FIELD_NUMBER: builtins.int
+    TOMBSTONES_FIELD_NUMBER: builtins.int
+    number: builtins.int
+    """of the last act"""
+    key: builtins.bytes
+    """of the hashes"""
+    tombstones: builtins.bytes
+    """24 bytes each, ascending: see cache_server.shards.tombstones"""
+    def __init__(
+        self,
+        *,
+        number: builtins.int = ...,
+        key: builtins.bytes = ...,
+        tombstones: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["key", b"key", "number", b"number", "tombstones", b"tombstones"]) -> None: ...
+
+Global___GetTombstonesResponse: typing_extensions.TypeAlias = GetTombstonesResponse
+
+@typing.final
 class ListNodesRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -2228,6 +2533,7 @@ class ActualShard(google.protobuf.message.Message):
     FAILURE_MAY_PASS_FIELD_NUMBER: builtins.int
     NULLS_FIELD_NUMBER: builtins.int
     RUNNING_FIELD_NUMBER: builtins.int
+    ERASED_FIELD_NUMBER: builtins.int
     index: builtins.int
     sealed: builtins.bool
     num_rows: builtins.int
@@ -2243,6 +2549,8 @@ class ActualShard(google.protobuf.message.Message):
     """see Error"""
     running: builtins.bool
     """the load has begun; others wait for a thread"""
+    erased: builtins.bytes
+    """a row set: the places of the rows whose bytes are erased in its file"""
     @property
     def nulls(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
         """of a sealed shard; see DatasetInfo"""
@@ -2262,8 +2570,9 @@ class ActualShard(google.protobuf.message.Message):
         failure_may_pass: builtins.bool = ...,
         nulls: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
         running: builtins.bool = ...,
+        erased: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["checksum", b"checksum", "failure", b"failure", "failure_may_pass", b"failure_may_pass", "index", b"index", "nulls", b"nulls", "num_bytes", b"num_bytes", "num_rows", b"num_rows", "row_start", b"row_start", "rows_fixed", b"rows_fixed", "rows_loaded", b"rows_loaded", "running", b"running", "sealed", b"sealed"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["checksum", b"checksum", "erased", b"erased", "failure", b"failure", "failure_may_pass", b"failure_may_pass", "index", b"index", "nulls", b"nulls", "num_bytes", b"num_bytes", "num_rows", b"num_rows", "row_start", b"row_start", "rows_fixed", b"rows_fixed", "rows_loaded", b"rows_loaded", "running", b"running", "sealed", b"sealed"]) -> None: ...
 
 Global___ActualShard: typing_extensions.TypeAlias = ActualShard
 
@@ -2280,6 +2589,8 @@ class DesiredDataset(google.protobuf.message.Message):
     SECRETS_FIELD_NUMBER: builtins.int
     NUM_SHARDS_FIELD_NUMBER: builtins.int
     TRACEPARENT_FIELD_NUMBER: builtins.int
+    ERASED_FIELD_NUMBER: builtins.int
+    TOMBSTONES_FIELD_NUMBER: builtins.int
     rows_fixed: builtins.bool
     """every shard is sealed on some node, so row ids and num_rows are known"""
     num_rows: builtins.int
@@ -2289,6 +2600,8 @@ class DesiredDataset(google.protobuf.message.Message):
     """of the result of a whole query, once known"""
     traceparent: builtins.str
     """W3C; of the load; empty: it is not traced"""
+    tombstones: builtins.int
+    """number of the last act of the dataset: its loads need those tombstones"""
     @property
     def plan(self) -> Global___LoadPlan: ...
     @property
@@ -2299,6 +2612,10 @@ class DesiredDataset(google.protobuf.message.Message):
 
     @property
     def secrets(self) -> Global___Secrets: ...
+    @property
+    def erased(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ErasedShard]:
+        """The node serves no shard of these before it has erased the rows in its files, and says so."""
+
     def __init__(
         self,
         *,
@@ -2311,12 +2628,35 @@ class DesiredDataset(google.protobuf.message.Message):
         secrets: Global___Secrets | None = ...,
         num_shards: builtins.int | None = ...,
         traceparent: builtins.str = ...,
+        erased: collections.abc.Iterable[Global___ErasedShard] | None = ...,
+        tombstones: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_num_shards", b"_num_shards", "num_shards", b"num_shards", "plan", b"plan", "secrets", b"secrets"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_num_shards", b"_num_shards", "missing", b"missing", "num_rows", b"num_rows", "num_shards", b"num_shards", "plan", b"plan", "rows_fixed", b"rows_fixed", "run_whole", b"run_whole", "secrets", b"secrets", "shards", b"shards", "traceparent", b"traceparent"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_num_shards", b"_num_shards", "erased", b"erased", "missing", b"missing", "num_rows", b"num_rows", "num_shards", b"num_shards", "plan", b"plan", "rows_fixed", b"rows_fixed", "run_whole", b"run_whole", "secrets", b"secrets", "shards", b"shards", "tombstones", b"tombstones", "traceparent", b"traceparent"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_num_shards", b"_num_shards"]) -> typing.Literal["num_shards"] | None: ...
 
 Global___DesiredDataset: typing_extensions.TypeAlias = DesiredDataset
+
+@typing.final
+class ErasedShard(google.protobuf.message.Message):
+    """Rows of a shard that were forgotten."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: builtins.int
+    PLACES_FIELD_NUMBER: builtins.int
+    index: builtins.int
+    places: builtins.bytes
+    """a row set, counted from the first row of the shard"""
+    def __init__(
+        self,
+        *,
+        index: builtins.int = ...,
+        places: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["index", b"index", "places", b"places"]) -> None: ...
+
+Global___ErasedShard: typing_extensions.TypeAlias = ErasedShard
 
 @typing.final
 class ActualDataset(google.protobuf.message.Message):
@@ -2335,6 +2675,7 @@ class ActualDataset(google.protobuf.message.Message):
     FILES_READ_FIELD_NUMBER: builtins.int
     UNCHANGED_FIELD_NUMBER: builtins.int
     NOTES_FIELD_NUMBER: builtins.int
+    FORGOT_FIELD_NUMBER: builtins.int
     dataset: builtins.str
     fingerprint: builtins.str
     attempt: builtins.int
@@ -2355,6 +2696,10 @@ class ActualDataset(google.protobuf.message.Message):
     """see LoadProgress; since the node was told of the version"""
     unchanged: builtins.bool
     """as in report "since" of the request: only the name and idle_s are set"""
+    forgot: builtins.int
+    """Nothing of the version that is older than this act is on the node: no load, copy, staged or
+    removed file that began before it knew the act.
+    """
     @property
     def shards(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ActualShard]: ...
     @property
@@ -2377,9 +2722,10 @@ class ActualDataset(google.protobuf.message.Message):
         files_read: builtins.int = ...,
         unchanged: builtins.bool = ...,
         notes: collections.abc.Iterable[builtins.str] | None = ...,
+        forgot: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_attempt", b"_attempt", "_idle_s", b"_idle_s", "_num_shards", b"_num_shards", "attempt", b"attempt", "idle_s", b"idle_s", "num_shards", b"num_shards"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_attempt", b"_attempt", "_idle_s", b"_idle_s", "_num_shards", b"_num_shards", "attempt", b"attempt", "dataset", b"dataset", "failure", b"failure", "failure_may_pass", b"failure_may_pass", "files_read", b"files_read", "fingerprint", b"fingerprint", "idle_s", b"idle_s", "notes", b"notes", "num_shards", b"num_shards", "rows_loaded", b"rows_loaded", "shards", b"shards", "unchanged", b"unchanged", "waits", b"waits"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_attempt", b"_attempt", "_idle_s", b"_idle_s", "_num_shards", b"_num_shards", "attempt", b"attempt", "dataset", b"dataset", "failure", b"failure", "failure_may_pass", b"failure_may_pass", "files_read", b"files_read", "fingerprint", b"fingerprint", "forgot", b"forgot", "idle_s", b"idle_s", "notes", b"notes", "num_shards", b"num_shards", "rows_loaded", b"rows_loaded", "shards", b"shards", "unchanged", b"unchanged", "waits", b"waits"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_attempt", b"_attempt"]) -> typing.Literal["attempt"] | None: ...
     @typing.overload
@@ -2606,6 +2952,61 @@ class HeldShardsResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["datasets", b"datasets"]) -> None: ...
 
 Global___HeldShardsResponse: typing_extensions.TypeAlias = HeldShardsResponse
+
+@typing.final
+class FindRowsRequest(google.protobuf.message.Message):
+    """Body of the Flight action "find-rows", for the coordinator: the rows of a range within one shard
+    that fulfil the conditions.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DATASET_FIELD_NUMBER: builtins.int
+    FINGERPRINT_FIELD_NUMBER: builtins.int
+    ROWS_FIELD_NUMBER: builtins.int
+    WHERE_FIELD_NUMBER: builtins.int
+    KEY_FIELD_NUMBER: builtins.int
+    dataset: builtins.str
+    fingerprint: builtins.str
+    key: builtins.bytes
+    """of the hashes"""
+    @property
+    def rows(self) -> Global___RowRange: ...
+    @property
+    def where(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        dataset: builtins.str = ...,
+        fingerprint: builtins.str = ...,
+        rows: Global___RowRange | None = ...,
+        where: collections.abc.Iterable[builtins.str] | None = ...,
+        key: builtins.bytes = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["rows", b"rows"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["dataset", b"dataset", "fingerprint", b"fingerprint", "key", b"key", "rows", b"rows", "where", b"where"]) -> None: ...
+
+Global___FindRowsRequest: typing_extensions.TypeAlias = FindRowsRequest
+
+@typing.final
+class FindRowsResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PLACES_FIELD_NUMBER: builtins.int
+    TOMBSTONES_FIELD_NUMBER: builtins.int
+    places: builtins.bytes
+    """a row set, counted from the first row of the range"""
+    tombstones: builtins.bytes
+    """of these rows, 24 bytes each"""
+    def __init__(
+        self,
+        *,
+        places: builtins.bytes = ...,
+        tombstones: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["places", b"places", "tombstones", b"tombstones"]) -> None: ...
+
+Global___FindRowsResponse: typing_extensions.TypeAlias = FindRowsResponse
 
 @typing.final
 class ReaderReport(google.protobuf.message.Message):

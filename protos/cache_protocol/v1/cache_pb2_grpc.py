@@ -119,6 +119,26 @@ class CoordinatorStub(object):
                 request_serializer=cache__protocol_dot_v1_dot_cache__pb2.HeartbeatRequest.SerializeToString,
                 response_deserializer=cache__protocol_dot_v1_dot_cache__pb2.HeartbeatResponse.FromString,
                 _registered_method=True)
+        self.ForgetRows = channel.unary_unary(
+                '/cache.v1.Coordinator/ForgetRows',
+                request_serializer=cache__protocol_dot_v1_dot_cache__pb2.ForgetRowsRequest.SerializeToString,
+                response_deserializer=cache__protocol_dot_v1_dot_cache__pb2.ForgetRowsResponse.FromString,
+                _registered_method=True)
+        self.ListForgotten = channel.unary_unary(
+                '/cache.v1.Coordinator/ListForgotten',
+                request_serializer=cache__protocol_dot_v1_dot_cache__pb2.ListForgottenRequest.SerializeToString,
+                response_deserializer=cache__protocol_dot_v1_dot_cache__pb2.ListForgottenResponse.FromString,
+                _registered_method=True)
+        self.GetErasedRows = channel.unary_unary(
+                '/cache.v1.Coordinator/GetErasedRows',
+                request_serializer=cache__protocol_dot_v1_dot_cache__pb2.GetErasedRowsRequest.SerializeToString,
+                response_deserializer=cache__protocol_dot_v1_dot_cache__pb2.GetErasedRowsResponse.FromString,
+                _registered_method=True)
+        self.GetTombstones = channel.unary_unary(
+                '/cache.v1.Coordinator/GetTombstones',
+                request_serializer=cache__protocol_dot_v1_dot_cache__pb2.GetTombstonesRequest.SerializeToString,
+                response_deserializer=cache__protocol_dot_v1_dot_cache__pb2.GetTombstonesResponse.FromString,
+                _registered_method=True)
 
 
 class CoordinatorServicer(object):
@@ -232,6 +252,31 @@ class CoordinatorServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ForgetRows(self, request, context):
+        """Finds and records the rows to erase, and answers once the act is recorded: it goes on by itself.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListForgotten(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetErasedRows(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetTombstones(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_CoordinatorServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -314,6 +359,26 @@ def add_CoordinatorServicer_to_server(servicer, server):
                     servicer.Heartbeat,
                     request_deserializer=cache__protocol_dot_v1_dot_cache__pb2.HeartbeatRequest.FromString,
                     response_serializer=cache__protocol_dot_v1_dot_cache__pb2.HeartbeatResponse.SerializeToString,
+            ),
+            'ForgetRows': grpc.unary_unary_rpc_method_handler(
+                    servicer.ForgetRows,
+                    request_deserializer=cache__protocol_dot_v1_dot_cache__pb2.ForgetRowsRequest.FromString,
+                    response_serializer=cache__protocol_dot_v1_dot_cache__pb2.ForgetRowsResponse.SerializeToString,
+            ),
+            'ListForgotten': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListForgotten,
+                    request_deserializer=cache__protocol_dot_v1_dot_cache__pb2.ListForgottenRequest.FromString,
+                    response_serializer=cache__protocol_dot_v1_dot_cache__pb2.ListForgottenResponse.SerializeToString,
+            ),
+            'GetErasedRows': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetErasedRows,
+                    request_deserializer=cache__protocol_dot_v1_dot_cache__pb2.GetErasedRowsRequest.FromString,
+                    response_serializer=cache__protocol_dot_v1_dot_cache__pb2.GetErasedRowsResponse.SerializeToString,
+            ),
+            'GetTombstones': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetTombstones,
+                    request_deserializer=cache__protocol_dot_v1_dot_cache__pb2.GetTombstonesRequest.FromString,
+                    response_serializer=cache__protocol_dot_v1_dot_cache__pb2.GetTombstonesResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -747,6 +812,114 @@ class Coordinator(object):
             '/cache.v1.Coordinator/Heartbeat',
             cache__protocol_dot_v1_dot_cache__pb2.HeartbeatRequest.SerializeToString,
             cache__protocol_dot_v1_dot_cache__pb2.HeartbeatResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ForgetRows(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/cache.v1.Coordinator/ForgetRows',
+            cache__protocol_dot_v1_dot_cache__pb2.ForgetRowsRequest.SerializeToString,
+            cache__protocol_dot_v1_dot_cache__pb2.ForgetRowsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListForgotten(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/cache.v1.Coordinator/ListForgotten',
+            cache__protocol_dot_v1_dot_cache__pb2.ListForgottenRequest.SerializeToString,
+            cache__protocol_dot_v1_dot_cache__pb2.ListForgottenResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetErasedRows(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/cache.v1.Coordinator/GetErasedRows',
+            cache__protocol_dot_v1_dot_cache__pb2.GetErasedRowsRequest.SerializeToString,
+            cache__protocol_dot_v1_dot_cache__pb2.GetErasedRowsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetTombstones(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/cache.v1.Coordinator/GetTombstones',
+            cache__protocol_dot_v1_dot_cache__pb2.GetTombstonesRequest.SerializeToString,
+            cache__protocol_dot_v1_dot_cache__pb2.GetTombstonesResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -285,7 +285,71 @@ _CoordinatorHeartbeatType = typing_extensions.TypeVar(
     ],
 )
 
-class CoordinatorStub(typing.Generic[_CoordinatorCreateDatasetType, _CoordinatorPlanDatasetType, _CoordinatorGetDatasetType, _CoordinatorWatchDatasetType, _CoordinatorListDatasetsType, _CoordinatorDeleteDatasetType, _CoordinatorKeepDatasetType, _CoordinatorBeginWriteType, _CoordinatorCommitWriteType, _CoordinatorAbortWriteType, _CoordinatorGetWriteSchemaType, _CoordinatorListNodesType, _CoordinatorDrainNodeType, _CoordinatorUndrainNodeType, _CoordinatorListJobsType, _CoordinatorHeartbeatType]):
+_CoordinatorForgetRowsType = typing_extensions.TypeVar(
+    '_CoordinatorForgetRowsType',
+    grpc.UnaryUnaryMultiCallable[
+        cache_protocol.v1.cache_pb2.ForgetRowsRequest,
+        cache_protocol.v1.cache_pb2.ForgetRowsResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        cache_protocol.v1.cache_pb2.ForgetRowsRequest,
+        cache_protocol.v1.cache_pb2.ForgetRowsResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        cache_protocol.v1.cache_pb2.ForgetRowsRequest,
+        cache_protocol.v1.cache_pb2.ForgetRowsResponse,
+    ],
+)
+
+_CoordinatorListForgottenType = typing_extensions.TypeVar(
+    '_CoordinatorListForgottenType',
+    grpc.UnaryUnaryMultiCallable[
+        cache_protocol.v1.cache_pb2.ListForgottenRequest,
+        cache_protocol.v1.cache_pb2.ListForgottenResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        cache_protocol.v1.cache_pb2.ListForgottenRequest,
+        cache_protocol.v1.cache_pb2.ListForgottenResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        cache_protocol.v1.cache_pb2.ListForgottenRequest,
+        cache_protocol.v1.cache_pb2.ListForgottenResponse,
+    ],
+)
+
+_CoordinatorGetErasedRowsType = typing_extensions.TypeVar(
+    '_CoordinatorGetErasedRowsType',
+    grpc.UnaryUnaryMultiCallable[
+        cache_protocol.v1.cache_pb2.GetErasedRowsRequest,
+        cache_protocol.v1.cache_pb2.GetErasedRowsResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        cache_protocol.v1.cache_pb2.GetErasedRowsRequest,
+        cache_protocol.v1.cache_pb2.GetErasedRowsResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        cache_protocol.v1.cache_pb2.GetErasedRowsRequest,
+        cache_protocol.v1.cache_pb2.GetErasedRowsResponse,
+    ],
+)
+
+_CoordinatorGetTombstonesType = typing_extensions.TypeVar(
+    '_CoordinatorGetTombstonesType',
+    grpc.UnaryUnaryMultiCallable[
+        cache_protocol.v1.cache_pb2.GetTombstonesRequest,
+        cache_protocol.v1.cache_pb2.GetTombstonesResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        cache_protocol.v1.cache_pb2.GetTombstonesRequest,
+        cache_protocol.v1.cache_pb2.GetTombstonesResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        cache_protocol.v1.cache_pb2.GetTombstonesRequest,
+        cache_protocol.v1.cache_pb2.GetTombstonesResponse,
+    ],
+)
+
+class CoordinatorStub(typing.Generic[_CoordinatorCreateDatasetType, _CoordinatorPlanDatasetType, _CoordinatorGetDatasetType, _CoordinatorWatchDatasetType, _CoordinatorListDatasetsType, _CoordinatorDeleteDatasetType, _CoordinatorKeepDatasetType, _CoordinatorBeginWriteType, _CoordinatorCommitWriteType, _CoordinatorAbortWriteType, _CoordinatorGetWriteSchemaType, _CoordinatorListNodesType, _CoordinatorDrainNodeType, _CoordinatorUndrainNodeType, _CoordinatorListJobsType, _CoordinatorHeartbeatType, _CoordinatorForgetRowsType, _CoordinatorListForgottenType, _CoordinatorGetErasedRowsType, _CoordinatorGetTombstonesType]):
     @typing.overload
     def __init__(self: CoordinatorStub[
         grpc.UnaryUnaryMultiCallable[
@@ -351,6 +415,22 @@ class CoordinatorStub(typing.Generic[_CoordinatorCreateDatasetType, _Coordinator
         grpc.UnaryUnaryMultiCallable[
             cache_protocol.v1.cache_pb2.HeartbeatRequest,
             cache_protocol.v1.cache_pb2.HeartbeatResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            cache_protocol.v1.cache_pb2.ForgetRowsRequest,
+            cache_protocol.v1.cache_pb2.ForgetRowsResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            cache_protocol.v1.cache_pb2.ListForgottenRequest,
+            cache_protocol.v1.cache_pb2.ListForgottenResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            cache_protocol.v1.cache_pb2.GetErasedRowsRequest,
+            cache_protocol.v1.cache_pb2.GetErasedRowsResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            cache_protocol.v1.cache_pb2.GetTombstonesRequest,
+            cache_protocol.v1.cache_pb2.GetTombstonesResponse,
         ],
     ], channel: grpc.Channel) -> None: ...
 
@@ -420,6 +500,22 @@ class CoordinatorStub(typing.Generic[_CoordinatorCreateDatasetType, _Coordinator
             cache_protocol.v1.cache_pb2.HeartbeatRequest,
             cache_protocol.v1.cache_pb2.HeartbeatResponse,
         ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            cache_protocol.v1.cache_pb2.ForgetRowsRequest,
+            cache_protocol.v1.cache_pb2.ForgetRowsResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            cache_protocol.v1.cache_pb2.ListForgottenRequest,
+            cache_protocol.v1.cache_pb2.ListForgottenResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            cache_protocol.v1.cache_pb2.GetErasedRowsRequest,
+            cache_protocol.v1.cache_pb2.GetErasedRowsResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            cache_protocol.v1.cache_pb2.GetTombstonesRequest,
+            cache_protocol.v1.cache_pb2.GetTombstonesResponse,
+        ],
     ], channel: grpc.aio.Channel) -> None: ...
 
     CreateDataset: _CoordinatorCreateDatasetType
@@ -468,6 +564,15 @@ class CoordinatorStub(typing.Generic[_CoordinatorCreateDatasetType, _Coordinator
     """Jobs that read from this cache, as their readers report."""
 
     Heartbeat: _CoordinatorHeartbeatType
+
+    ForgetRows: _CoordinatorForgetRowsType
+    """Finds and records the rows to erase, and answers once the act is recorded: it goes on by itself."""
+
+    ListForgotten: _CoordinatorListForgottenType
+
+    GetErasedRows: _CoordinatorGetErasedRowsType
+
+    GetTombstones: _CoordinatorGetTombstonesType
 
 CoordinatorAsyncStub: typing_extensions.TypeAlias = CoordinatorStub[
     grpc.aio.UnaryUnaryMultiCallable[
@@ -533,6 +638,22 @@ CoordinatorAsyncStub: typing_extensions.TypeAlias = CoordinatorStub[
     grpc.aio.UnaryUnaryMultiCallable[
         cache_protocol.v1.cache_pb2.HeartbeatRequest,
         cache_protocol.v1.cache_pb2.HeartbeatResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        cache_protocol.v1.cache_pb2.ForgetRowsRequest,
+        cache_protocol.v1.cache_pb2.ForgetRowsResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        cache_protocol.v1.cache_pb2.ListForgottenRequest,
+        cache_protocol.v1.cache_pb2.ListForgottenResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        cache_protocol.v1.cache_pb2.GetErasedRowsRequest,
+        cache_protocol.v1.cache_pb2.GetErasedRowsResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        cache_protocol.v1.cache_pb2.GetTombstonesRequest,
+        cache_protocol.v1.cache_pb2.GetTombstonesResponse,
     ],
 ]
 
@@ -663,5 +784,34 @@ class CoordinatorServicer(metaclass=abc.ABCMeta):
         request: cache_protocol.v1.cache_pb2.HeartbeatRequest,
         context: _ServicerContext,
     ) -> typing.Union[cache_protocol.v1.cache_pb2.HeartbeatResponse, collections.abc.Awaitable[cache_protocol.v1.cache_pb2.HeartbeatResponse]]: ...
+
+    @abc.abstractmethod
+    def ForgetRows(
+        self,
+        request: cache_protocol.v1.cache_pb2.ForgetRowsRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[cache_protocol.v1.cache_pb2.ForgetRowsResponse, collections.abc.Awaitable[cache_protocol.v1.cache_pb2.ForgetRowsResponse]]:
+        """Finds and records the rows to erase, and answers once the act is recorded: it goes on by itself."""
+
+    @abc.abstractmethod
+    def ListForgotten(
+        self,
+        request: cache_protocol.v1.cache_pb2.ListForgottenRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[cache_protocol.v1.cache_pb2.ListForgottenResponse, collections.abc.Awaitable[cache_protocol.v1.cache_pb2.ListForgottenResponse]]: ...
+
+    @abc.abstractmethod
+    def GetErasedRows(
+        self,
+        request: cache_protocol.v1.cache_pb2.GetErasedRowsRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[cache_protocol.v1.cache_pb2.GetErasedRowsResponse, collections.abc.Awaitable[cache_protocol.v1.cache_pb2.GetErasedRowsResponse]]: ...
+
+    @abc.abstractmethod
+    def GetTombstones(
+        self,
+        request: cache_protocol.v1.cache_pb2.GetTombstonesRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[cache_protocol.v1.cache_pb2.GetTombstonesResponse, collections.abc.Awaitable[cache_protocol.v1.cache_pb2.GetTombstonesResponse]]: ...
 
 def add_CoordinatorServicer_to_server(servicer: CoordinatorServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -28,6 +28,7 @@ PURE_MODULES = (
     "cache_client/order/audit_record.py",
     "cache_client/order/digests.py",
     "cache_client/order/due.py",
+    "cache_client/order/erased.py",
     "cache_client/order/load_log.py",
     "cache_client/order/order.py",
     "cache_client/order/permutation.py",
@@ -349,7 +350,8 @@ HOUSES: dict[str, dict[str, tuple[str, ...]]] = {
         "control": ("order", "flight", "job", "reading", "writing"),
         "view_options": ("order", "flight", "job", "views", "reading", "batches"),
         "training": (
-            *("order", "flight", "job", "views", "reading", "batches", "epochs", "view_options"),
+            *("order", "flight", "job", "views", "reading", "batches", "epochs", "control"),
+            "view_options",
         ),
         "engines": ("job", "writing", "control"),
         "cli": ("order", "flight", "job", "views", "control", "view_options"),

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
@@ -17,10 +18,11 @@ from hypothesis import strategies as st
 
 from cache_client.epochs import passes
 from cache_client.flight import routing
+from cache_client.job.connection import Access
 from cache_client.order import load_log
 from cache_client.order import order as ordering
 from cache_client.reading import node_health, shard_maps
-from cache_client.training import first_epoch, windows
+from cache_client.training import first_epoch, left_out, windows
 from cache_client.view_options import job_view
 from cache_client.views import view as views_view
 from cache_protocol.errors import (
@@ -124,11 +126,17 @@ def steps_of_pass(
     source: first_epoch.LoadingSource, this: passes.Pass, rank: int, window: int
 ) -> Iterator[list[int]]:
     """The rows of each step that a process makes, as a dataset reads them."""
-    view = job_view.JobView(views_view.LoggedView(source.log))
+    read = SimpleNamespace(
+        job_view=job_view.JobView(views_view.LoggedView(source.log)),
+        loading=source,
+        left_out=left_out.LeftOut(Access("", NO_CREDENTIALS, 1.0, False), ()),
+    )
 
     def fetch(steps: range) -> Any:
-        ask = partial(windows.ask_for_window, audits=True, loading=source, given_up=lambda: False)
-        return ask(this, view, rank, partial(ask_nodes, source), steps)()
+        ask = partial(
+            windows.ask_for_window, audits=True, given_up=lambda: False, fetch=lambda _: []
+        )
+        return ask(this, cast("Any", read), rank, partial(ask_nodes, source), steps)()
 
     for found in windows.all_windows(map(fetch, ordering.step_windows(this.steps, window)), fetch):
         assert found.digests is not None and len(found.digests[0]) == len(found.sizes)

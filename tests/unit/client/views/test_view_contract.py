@@ -17,9 +17,11 @@ import pytest
 
 from cache_client import views
 from cache_client.order.due import UNITS, Due
+from cache_client.order.erased import Rest
 from cache_client.views import amended as amended_views
 from cache_client.views import (
     best_fit,
+    filled,
     groups,
     length_buckets,
     mixing,
@@ -113,6 +115,17 @@ def amended(size: int, at: int = 2, epoch: int = 0, shuffle: bool = True) -> vie
     return amended_views.amended_view(epoch, shuffled(shuffle), parts)
 
 
+def rest_of(size: int, out: range | None = None, until: int = 1) -> view.SlotView:
+    gone = np.asarray(range(1, size, 3) if out is None else out, np.int64)
+    rest = Rest(range(size), Shared(gone), Shared)
+    return rows_view.RestView(rest, f"erased={until}")
+
+
+def replayed(size: int, until: int = 1) -> view.SlotView:
+    gone = Shared(np.arange(0, size, 4, dtype=np.int64))
+    return filled.FilledView(amended(size), shuffled(), gone, until)
+
+
 def mixed(size: int, draw: Any = "stratified", prints: str = "print") -> view.SlotView:
     sizes = (size, size // 2 + 1)
     found = mixing.mixing(sizes, [(0, (2, 1))], stop="all_exhausted", draw=draw, seed=1)
@@ -147,6 +160,8 @@ CASES: dict[str, tuple[Make, tuple[Make, ...]]] = {
     "packed with ends": (partial(packed, ends=True), (packed,)),
     "groups": (grouped, (partial(grouped, identity="others"),)),
     "windows": (partial(grouped, window=(2, 1)), ()),
+    "not erased": (rest_of, (partial(rest_of, until=2), view.PlainView)),
+    "filled": (replayed, (partial(replayed, until=2), amended)),
     "amended": (amended, (partial(amended, at=1), partial(amended, epoch=1))),
     "amended in order": (partial(amended, shuffle=False), (amended,)),
     "mixture": (mixed, (partial(mixed, draw="random"), partial(mixed, prints="other"))),

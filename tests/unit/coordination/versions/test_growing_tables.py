@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
@@ -234,3 +235,28 @@ def test_the_first_rank_of_an_epoch_chooses_the_newest_ready_version_for_all(
     clock.now += LEASE_S + 1  # another start of the job
     beat(node)
     assert asked(1) == new
+
+
+def test_all_ranks_know_as_many_acts_of_erasing_as_the_first(
+    coordinator: Coordinator, source: Path
+) -> None:
+    def known(at: int, fingerprint: str = "", job: str = "job") -> int:
+        follow = pb.EpochOfJob(job=job, epoch=0, amended_at=at)
+        return coordinator.get("table", fingerprint, lease=True, follow=follow).erasures
+
+    def erase(number: int) -> None:
+        version = coordinator.state.find("table")
+        starts = version.row_starts() or ()
+        version.erasures = version.erasures.with_act(number, np.array([number]), starts)
+        coordinator.state.mark_changed()
+
+    node = FakeNode(coordinator, "one")
+    version = coordinator.create(spec(source)).fingerprint
+    beat(node)
+    assert [known(0), known(0, version)] == [0, 0]
+    with coordinator.state.changed:
+        erase(1)
+
+    assert [known(0), known(0, version), known(8), known(8, version)] == [0, 0, 1, 1]
+    assert known(0, job="other") == 1
+    assert coordinator.get("table").erasures == 1, "others are told what there is"

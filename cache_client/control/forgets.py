@@ -1,0 +1,194 @@
+"""Rows that are forgotten: asks for it, waits for it, and reads which rows they were."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from cache_client.control.coordinator import Coordinator
+from cache_client.control.row_reads import checked_name
+from cache_client.job.arguments import seconds_problems
+from cache_protocol.datasets.values import is_text
+from cache_protocol.errors import ConfigError, NotReadyError, some_of
+from cache_protocol.storage.row_sets import decode_rows
+from cache_protocol.v1 import cache_pb2 as pb
+
+_LOOK_EVERY_S = 0.1
+
+
+@dataclass(frozen=True)
+class ForgetInfo:
+    """An act that forgets rows.
+
+    Attributes:
+        number: of the cache, from 1; 0: nothing was forgotten.
+        by: the principal that asked.
+        reason: as given.
+        begun_s: clock of the coordinator, in seconds since 1970.
+        done: no node that answers has the rows.
+        waits: what it still waits for.
+        versions: fingerprint -> rows of it that the act erased.
+        attestation: signed JSON, once it is done: see `cachectl verify-attestation`.
+    """
+
+    number: int
+    dataset: str
+    by: str
+    reason: str
+    begun_s: float
+    done: bool
+    waits: tuple[str, ...]
+    versions: dict[str, int]
+    attestation: str
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all versions."""
+        return sum(self.versions.values())
+
+
+def erased_rows(
+    coordinator: Coordinator, name: str, fingerprint: str = "", start: int = 0
+) -> list[npt.NDArray[np.int64]]:
+    """The row ids of a version that were forgotten: an ascending array for each act, in order.
+
+    Args:
+        fingerprint: of the version; empty: the newest.
+        start: leave out so many acts, the first ones.
+
+    Raises:
+        DatasetNotFoundError, StaleVersionError: there is no such version.
+        NodeUnavailableError: the coordinator does not answer in time.
+    """
+    found: list[npt.NDArray[np.int64]] = []
+    while True:
+        answer: pb.GetErasedRowsResponse = coordinator.ask(
+            "GetErasedRows",
+            pb.GetErasedRowsRequest(
+                dataset=name, fingerprint=fingerprint, start=start + len(found)
+            ),
+        )
+        found += [decode_rows(act.rows) for act in answer.acts]
+        fingerprint = answer.fingerprint
+        if not answer.more:
+            return found
+
+
+class Forgets:
+    """Forgets rows: a part of `CacheClient`."""
+
+    _coordinator: Coordinator
+
+    def forget(
+        self,
+        name: str,
+        where: str | Sequence[str],
+        *,
+        reason: str,
+        dry_run: bool = False,
+        keep_condition: bool = False,
+        timeout_s: float = 600.0,
+        on_progress: Callable[[ForgetInfo], None] | None = None,
+    ) -> ForgetInfo:
+        """Erases the rows of a dataset that fulfil conditions: in all versions, on all nodes.
+
+        Later loads leave out rows with the same values. See docs/forget.md for what that means.
+
+        Args:
+            where: SQL conditions over the columns, all of which hold.
+            reason: for the attestation; names no person.
+            dry_run: only count the rows.
+            keep_condition: write the conditions into the attestation: they may name a person.
+            timeout_s: to wait until no node has the rows. The act goes on afterwards.
+            on_progress: called with the act while it waits.
+
+        Returns:
+            The act, with its attestation. Without a number, if there was no such row.
+
+        Raises:
+            ConfigError: quotes a bad argument.
+            RequestError: a condition is wrong, or a version has no such column.
+            PermissionDeniedError: only an admin may forget.
+            NotReadyError: something is in the way, such as a load that runs, or the act is not done
+                in time; says what it waits for.
+        """
+        name = checked_name(name)
+        conditions = [where] if isinstance(where, str) else list(where)
+        problems = seconds_problems("timeout_s", timeout_s)
+        if not conditions or not all(is_text(each) and each.strip() for each in conditions):
+            problems.append(f"where must be conditions of SQL, got {where!r}")
+        if not is_text(reason) or not reason.strip():
+            problems.append(f"reason must be a text, got {reason!r}")
+        if problems:
+            raise ConfigError("; ".join(problems))
+        deadline = time.monotonic() + float(timeout_s)
+        request = pb.ForgetRowsRequest(
+            name=name,
+            where=conditions,
+            reason=reason,
+            dry_run=dry_run,
+            keep_condition=keep_condition,
+        )
+        act = self._begin_forget(request, deadline)
+        while not act.done and act.number:
+            if on_progress is not None:
+                on_progress(act)
+            if time.monotonic() > deadline:
+                raise NotReadyError(
+                    f"act {act.number} on dataset {name!r} is not done within {timeout_s:g} s, and "
+                    f"goes on: {some_of(act.waits)}. See cachectl forgotten"
+                )
+            time.sleep(_LOOK_EVERY_S)
+            (act,) = self.forgotten(name, number=act.number)
+        return act
+
+    def _begin_forget(self, request: pb.ForgetRowsRequest, deadline: float) -> ForgetInfo:
+        """Begins an act, as soon as nothing is in its way."""
+        while True:
+            try:
+                return _act(self._coordinator.ask("ForgetRows", request, deadline).act)
+            except NotReadyError:
+                if time.monotonic() + _LOOK_EVERY_S > deadline:
+                    raise
+                time.sleep(_LOOK_EVERY_S)
+
+    def forgotten(self, name: str = "", *, number: int = 0) -> list[ForgetInfo]:
+        """The acts that forgot rows, the latest first.
+
+        Args:
+            name: of a dataset; empty: all that may be seen.
+            number: only this act.
+        """
+        request = pb.ListForgottenRequest(name=checked_name(name) if name else "", number=number)
+        return [_act(act) for act in self._coordinator.ask("ListForgotten", request).acts]
+
+    def attestation_key(self) -> bytes:
+        """The public key of the attestations of this cache, Ed25519; empty before the first act."""
+        answer: pb.ListForgottenResponse = self._coordinator.ask(
+            "ListForgotten", pb.ListForgottenRequest()
+        )
+        return answer.public_key
+
+    def erased_rows(
+        self, name: str, *, fingerprint: str = "", start: int = 0
+    ) -> list[npt.NDArray[np.int64]]:
+        """The row ids of a version that were forgotten, by act; see `erased_rows`."""
+        return erased_rows(self._coordinator, checked_name(name), fingerprint, start)
+
+
+def _act(message: pb.ForgetAct) -> ForgetInfo:
+    return ForgetInfo(
+        message.number,
+        message.dataset,
+        message.by,
+        message.reason,
+        message.begun_s,
+        message.done,
+        tuple(message.waits),
+        {each.fingerprint: each.erased_rows for each in message.versions},
+        message.attestation,
+    )

@@ -1,0 +1,12 @@
+"""Made-up jobs whose epochs are amended, whose rows are erased, and that are killed anywhere."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from benchmarks.trials import epochs
+
+
+def test_each_row_comes_as_often_as_it_is_due_whatever_happens() -> None:
+    did = sum((epochs.run(seed) for seed in range(8)), Counter[str]())
+    assert min(did[each] for each in ("amended", "append", "erase", "view")) > 10, did
