@@ -8,6 +8,7 @@ checksum when it is mapped. All other shards are read over Flight.
 
 from __future__ import annotations
 
+import base64
 import logging
 import secrets
 import threading
@@ -19,10 +20,11 @@ import numpy as np
 import pyarrow as pa
 
 from cache_client.flight.routing import ShardFile, ShardMap
-from cache_protocol.errors import CacheError, NotReadyError
+from cache_protocol.errors import CacheError, ErasedRowsError, NotReadyError, some_of
 from cache_protocol.storage.layout import Layout
 from cache_protocol.storage.mapped_table import MAPS_PER_COLUMN, MappedTable
 from cache_protocol.storage.row_index import Ids, Indices, RowIndex
+from cache_protocol.storage.row_sets import among, decode_rows
 from cache_protocol.storage.shard_files import (
     DIGEST_BYTES,
     MANIFEST,
@@ -91,6 +93,13 @@ class LocalShards:
         self._is_mapped = np.zeros(len(num_rows), np.bool_)
         self._mapped: dict[int, MappedShard] = {}
         self._look_at = 0.0  # monotonic seconds
+        self._erased: Ids = np.empty(0, np.int64)
+        for shard, (_, sealed) in self._files.items():
+            if sealed.erased:
+                rows = decode_rows(base64.b64decode(sealed.erased)) + int(shards.starts[shard])
+                self._erased = np.union1d(self._erased, rows)
+        self._manifest_paths = {path.with_name(MANIFEST) for path, _ in self._files.values()}
+        self._folders = self._folders_now()
 
     @property
     def shards(self) -> set[int]:
@@ -110,15 +119,32 @@ class LocalShards:
         shard_of = self._index.find(row_ids)
         self._check_unchanged(shard_of)
         table, selection = self._mapped_shards(shard_of)
+        if (erased := among(row_ids, self._erased)).any():
+            rows = some_of(row_ids[erased][:100].tolist())
+            raise ErasedRowsError(f"row {rows} was forgotten: read the erased rows again")
         try:
-            return table.gather(row_ids, shard_of, selection)
+            batch = table.gather(row_ids, shard_of, selection)
         except DamagedShardError as error:
             raise self._lost(error.shard, str(error)) from None
+        if self._folders_now() != self._folders:  # rows may have been erased meanwhile
+            self._check_unchanged(shard_of, at_once=True)
+            self._folders = self._folders_now()
+        return batch
 
-    def _check_unchanged(self, shard_of: Indices) -> None:
+    def _folders_now(self) -> dict[Path, int]:
+        """When the manifest of each folder was written: before rows are erased in its files."""
+        found = {}
+        for path in self._manifest_paths:
+            try:
+                found[path] = path.stat().st_mtime_ns
+            except OSError:
+                found[path] = 0
+        return found
+
+    def _check_unchanged(self, shard_of: Indices, *, at_once: bool = False) -> None:
         """Gives up files of these shards that were changed in place; looks every 50 ms at most."""
         now = time.monotonic()
-        if now < self._look_at:
+        if now < self._look_at and not at_once:
             return
         with self._lock:
             self._look_at = now + _LOOK_EVERY_S

@@ -122,6 +122,7 @@ def _encode_version(
             rows_fixed=index in starts,
             row_start=starts.get(index, 0),
             nulls=shard.sealed.nulls,
+            erased=shard.erased,
         )
     if version.num_shards is not None:
         message.num_shards = version.num_shards
@@ -142,6 +143,7 @@ def _encode_version(
     message.waits = max(version.waits.values(), default="")
     message.notes.extend(sorted(version.notes))
     message.files_read = version.files_read
+    message.forgot = version.forgot
 
 
 class DesiredDecoder:
@@ -214,6 +216,7 @@ def _decode_write(message: pb.OpenWrite) -> OpenWrite:
         message.nulls == "refuse",
         message.full_wait_s,
         message.committed,
+        message.tombstones,
     )
 
 
@@ -263,6 +266,8 @@ def _decode_version(message: pb.DesiredDataset, plan: LoadPlan) -> DesiredVersio
             else None
         ),
         traceparent=message.traceparent,
+        erased={each.index: each.places for each in message.erased},
+        tombstones=message.tombstones,
     )
 
 
@@ -284,6 +289,7 @@ def _decode_shard(shard: pb.DesiredShard, key: VersionKey) -> DesiredShard:
             checked_names.token(shard.checksum, "checksum"),
             dict(shard.nulls),
             same_as,
+            shard.erased,
         )
     return DesiredShard(index, shard.row_start, splits, copy)
 

@@ -46,19 +46,16 @@ def erase(path: Path, shard: MappedShard, places: RowIds) -> None:
 
 
 def _overwrite(target: npt.NDArray[np.uint8], shard: MappedShard, places: RowIds) -> None:
-    try:
-        for index, matrix in shard.matrices.items():
-            row_bytes = matrix.shape[1] * matrix.itemsize
-            start = shard.offset(index)
-            rows = target[start : start + len(matrix) * row_bytes].reshape(len(matrix), row_bytes)
-            rows[places] = 0
-        base = shard.address
-        for index, column in enumerate(shard.layout.columns):
-            if column.kind == "plain":
-                for start, stop in _ranges(shard.batch.column(index), places):
-                    target[start - base : stop - base] = 0
-    finally:
-        del target  # else the map cannot be closed
+    for index, matrix in shard.matrices.items():
+        row_bytes = matrix.shape[1] * matrix.itemsize
+        start = shard.offset(index)
+        rows = target[start : start + len(matrix) * row_bytes].reshape(len(matrix), row_bytes)
+        rows[places] = 0
+    base = shard.address
+    for index, column in enumerate(shard.layout.columns):
+        if column.kind == "plain":
+            for start, stop in _ranges(shard.batch.column(index), places):
+                target[start - base : stop - base] = 0
 
 
 def _ranges(array: pa.Array, places: _Places) -> Iterator[tuple[int, int]]:
