@@ -32,10 +32,7 @@ _TIMEOUT_S = 120.0
 def _table(num_rows: int) -> pa.Table:
     ids = np.arange(num_rows)
     is_theirs = ids % 500 == 7
-    texts = [
-        _CANARY.decode() if theirs else f"row {i:012}"
-        for i, theirs in zip(ids, is_theirs, strict=True)
-    ]
+    texts = [_CANARY.decode() if i % 500 == 7 else f"row {i:012}" for i in ids]
     number = np.where(is_theirs, np.frombuffer(_CANARY, np.int64)[0], ids)
     return pa.table({"id": ids, "user": ids % 500, "number": number, "text": texts})
 

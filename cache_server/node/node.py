@@ -153,7 +153,7 @@ class Node:
         self.row_values = RowValues(
             store.free_bytes, expression_memory(container_bytes or MACHINE_BYTES, load_threads)
         )
-        self._tombstones = KnownTombstones(link.tombstones)
+        self._tombstones = KnownTombstones(lambda dataset: link.tombstones(dataset))
         store.left_out = self._tombstones.left_out
         self._beats = threading.Condition()
         self._leaving = Leaving()
