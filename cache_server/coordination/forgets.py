@@ -7,7 +7,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -22,16 +22,13 @@ from cache_server.shards.put_key import PutKey
 from cache_server.shards.tombstones import BYTES, joined
 from cache_server.shards.version_key import VersionKey
 
-if TYPE_CHECKING:
-    from cache_server.coordination.cache_state import CacheState
-
 logger = logging.getLogger(__name__)
 
 _ATTESTED = ("number", "dataset", "by", "reason", "begun_s", "versions", "condition_mac")
 
 
 class Forgets:
-    """The acts. Inside the lock of the coordinator.
+    """The acts. Inside the lock of the coordinator, whose `CacheState` methods are given.
 
     Args:
         book: where they are kept.
@@ -80,7 +77,7 @@ class Forgets:
 
     def begin(
         self,
-        state: CacheState,
+        state: Any,
         about: dict[str, Any],
         rows: dict[str, bytes],
         tombstones: Iterable[bytes],
@@ -126,7 +123,7 @@ class Forgets:
         )  # fmt: skip
         return number
 
-    def settle(self, state: CacheState) -> None:
+    def settle(self, state: Any) -> None:
         """Takes every act as far as it can go."""
         try:
             if not self._is_applied:
@@ -148,7 +145,7 @@ class Forgets:
         except OSError as error:
             logger.error("act not written reason=%s", error.strerror)
 
-    def _apply(self, state: CacheState, number: int, act: dict[str, Any]) -> None:
+    def _apply(self, state: Any, number: int, act: dict[str, Any]) -> None:
         """Makes what an act says true, also for the second time."""
         dataset = act["dataset"]
         last, known = self._tombstones.get(dataset, (0, b""))
@@ -164,7 +161,7 @@ class Forgets:
                 version.erase(number, decode_rows(base64.b64decode(ids)), state.catalogue)
                 state.mark_changed(key)
 
-    def waits(self, state: CacheState, number: int) -> list[str]:
+    def waits(self, state: Any, number: int) -> list[str]:
         """What an act waits for: nodes that answer and may still have the rows."""
         act = self.open_acts.get(number)
         if act is None:
@@ -182,12 +179,12 @@ class Forgets:
                 if version is None or PutKey.of(key.fingerprint) is not None:
                     waits.append(f"node {node_id} removes files of {key.fingerprint}")
                 elif actual.forgot < number or any(
-                    shard.sealed and version.is_outdated(shard) for shard in actual.shards
+                    bool(shard.sealed and version.is_outdated(shard)) for shard in actual.shards
                 ):
                     waits.append(f"node {node_id} erases rows of {key.fingerprint}")
         return waits
 
-    def _finish(self, state: CacheState, number: int, act: dict[str, Any]) -> None:
+    def _finish(self, state: Any, number: int, act: dict[str, Any]) -> None:
         """Writes and signs what was done."""
         dataset = act["dataset"]
         alive = state.membership.alive()
@@ -232,7 +229,7 @@ class Forgets:
         del self.open_acts[number]
         logger.info("act done number=%d dataset=%s", number, dataset)
 
-    def messages(self, state: CacheState, dataset: str, number: int = 0) -> list[pb.ForgetAct]:
+    def messages(self, state: Any, dataset: str, number: int = 0) -> list[pb.ForgetAct]:
         """The acts of a dataset, the latest first.
 
         Args:

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 from cache_protocol.errors import NotReadyError, RequestError, some_of
 from cache_protocol.storage.row_sets import encode_rows
@@ -90,7 +91,7 @@ class Forgetting:
             if request.dry_run or not any(map(len, found.values())):
                 return act
             text = "\n".join(request.where).encode()
-            about = {
+            about: dict[str, Any] = {
                 "dataset": name,
                 "by": by.name,
                 "reason": request.reason,

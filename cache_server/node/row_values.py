@@ -272,7 +272,7 @@ class RowValues:
             with self._turn(caller):
                 _, pieces = self._computed("", where, rows, first, last, caller)
                 found = _joined([piece.to_numpy() for piece in pieces])
-                numbers = found[~among(found, rows.places_erased(first, last))]
+                numbers = found[~among(found.astype(np.int64), rows.places_erased(first, last))]
         except BaseException as error:
             with self._lock:
                 if self._kept.get(name) is kept:

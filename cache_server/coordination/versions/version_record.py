@@ -31,8 +31,8 @@ from cache_server.coordination.catalogue import (
     SealedSummary,
 )
 from cache_server.coordination.catalogue_store import CatalogueLostError
+from cache_server.coordination.erasures import Erasures
 from cache_server.coordination.members.ended_nodes import WHOLE_QUERY, EndedNodes
-from cache_server.coordination.versions.erasures import Erasures
 from cache_server.coordination.versions.states import TRANSITIONS, State, Step
 from cache_server.coordination.versions.writes import ChosenRows, puts_of
 from cache_server.plan.pinned_version import PinnedVersion
