@@ -92,7 +92,7 @@ class Forgets:
             OSError: it cannot be recorded. Then nothing was begun.
         """
         number = max(self._acts, default=0) + 1
-        versions = {}
+        versions: dict[str, Any] = {}
         for fingerprint, ids in rows.items():
             version = state.versions[VersionKey(about["dataset"], fingerprint)]
             erased = version.erasures.with_act(number, decode_rows(ids), version.row_starts() or ())
