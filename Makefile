@@ -66,6 +66,9 @@ soak: $(WITH)test  ## check every row while nodes die, freeze, rot and lie; 2 mi
 soak-writes: $(WITH)test  ## write tables while 200 writers, nodes and coordinators are killed; ARGS="--seconds 60"
 	$(BIN)/python -m benchmarks.trials.write_soak $(ARGS)
 
+soak-forgets: $(WITH)test  ## forget rows while nodes are killed, and look for them everywhere; ARGS="--runs 20"
+	$(BIN)/python -m benchmarks.trials.forgets $(ARGS)
+
 fuzz: $(WITH)test  ## send a million malformed calls to a node with tokens; 20 minutes, ARGS="--calls 20000 --seed 1"
 	$(BIN)/python -m benchmarks.trials.fuzz $(ARGS)
 

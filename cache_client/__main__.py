@@ -42,6 +42,7 @@ from cache_client.cli.display import (
     time_text,
 )
 from cache_client.cli.doctor import examine
+from cache_client.cli.forget_commands import forget, forgotten, verify_attestation
 from cache_client.cli.job_commands import audit_job, jobs, rows, seen, top
 from cache_client.cli.node_commands import drain, functions, nodes, undrain
 from cache_client.cli.stats_command import stats
@@ -340,6 +341,9 @@ app.command()(top)
 app.command("audit")(audit_job)
 app.command()(rows)
 app.command()(seen)
+app.command()(forget)
+app.command()(forgotten)
+app.command("verify-attestation")(verify_attestation)
 app.command()(stats)
 
 

@@ -495,6 +495,7 @@ def _coordinator(
         checks=HolderChecks(config.scrub_interval_s),
         ask_holder=partial(peer_files.held_shards, credentials=credentials),
         shares=config.namespace_share,
+        find_rows=partial(peer_files.find_rows, credentials=credentials),
     )
 
 

@@ -15,7 +15,7 @@ from cache_client.control.coordinator import Calls, Coordinator
 from cache_client.control.drains import wait_until_drained
 from cache_client.control.forecast import LoadForecast
 from cache_client.control.forecast import from_proto as forecast_from_proto
-from cache_client.control.forgets import Forgets
+from cache_client.control.forgets import Forgets, known_erased
 from cache_client.control.infos import (
     CacheStatus,
     DatasetInfo,
@@ -557,6 +557,7 @@ class CacheClient(Forgets):
             deadline_s=self._access.deadline_s,
             local=self._access.local,
             credentials=self._access.credentials,
+            erased=lambda version: known_erased(self._coordinator, name, version),
         )
 
     def head(self, name: str, num_rows: int = 5) -> pa.RecordBatch:

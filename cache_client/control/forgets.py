@@ -13,7 +13,7 @@ from cache_client.control.coordinator import Coordinator
 from cache_client.control.row_reads import checked_name
 from cache_client.job.arguments import seconds_problems
 from cache_protocol.datasets.values import is_text
-from cache_protocol.errors import ConfigError, NotReadyError, some_of
+from cache_protocol.errors import CacheError, ConfigError, NotReadyError, some_of
 from cache_protocol.storage.row_sets import decode_rows
 from cache_protocol.v1 import cache_pb2 as pb
 
@@ -76,6 +76,16 @@ def erased_rows(
         fingerprint = answer.fingerprint
         if not answer.more:
             return found
+
+
+def known_erased(
+    coordinator: Coordinator, name: str, fingerprint: str
+) -> list[npt.NDArray[np.int64]]:
+    """As `erased_rows`; none where the coordinator does not answer, or knows no such call."""
+    try:
+        return erased_rows(coordinator, name, fingerprint)
+    except CacheError:  # a node names the rows that it cannot give
+        return []
 
 
 class Forgets:

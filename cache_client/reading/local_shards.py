@@ -8,6 +8,7 @@ checksum when it is mapped. All other shards are read over Flight.
 
 from __future__ import annotations
 
+import base64
 import logging
 import secrets
 import threading
@@ -18,10 +19,11 @@ import numpy as np
 import pyarrow as pa
 
 from cache_client.flight.routing import ShardFile, ShardMap
-from cache_protocol.errors import CacheError, NotReadyError
+from cache_protocol.errors import CacheError, ErasedRowsError, NotReadyError, some_of
 from cache_protocol.storage.layout import Layout
 from cache_protocol.storage.mapped_table import MAPS_PER_COLUMN, MappedTable
 from cache_protocol.storage.row_index import Ids, Indices, RowIndex
+from cache_protocol.storage.row_sets import among, decode_rows
 from cache_protocol.storage.shard_files import (
     DIGEST_BYTES,
     MANIFEST,
@@ -89,6 +91,11 @@ class LocalShards:
         self._num_rows = [n if shard in self._files else 0 for shard, n in enumerate(num_rows)]
         self._is_mapped = np.zeros(len(num_rows), np.bool_)
         self._mapped: dict[int, MappedShard] = {}
+        self._erased: Ids = np.empty(0, np.int64)
+        for shard, (_, sealed) in self._files.items():
+            if sealed.erased:
+                rows = decode_rows(base64.b64decode(sealed.erased)) + int(shards.starts[shard])
+                self._erased = np.union1d(self._erased, rows)
 
     @property
     def shards(self) -> set[int]:
@@ -107,6 +114,9 @@ class LocalShards:
         """
         shard_of = self._index.find(row_ids)
         table, selection = self._mapped_shards(shard_of)
+        if (erased := among(row_ids, self._erased)).any():
+            rows = some_of(row_ids[erased][:100].tolist())
+            raise ErasedRowsError(f"row {rows} was forgotten: read the erased rows again")
         try:
             batch = table.gather(row_ids, shard_of, selection)
         except DamagedShardError as error:

@@ -57,6 +57,7 @@ ROLES: Mapping[str, Role | None] = {
     "http /metrics": Role.READER,
 }
 SHARD_FILE, HELD_SHARDS = "DoGet of a shard file", "action 'held-shards'"
+FIND_ROWS = "action 'find-rows'"
 
 
 def is_open(verb: str) -> bool:

@@ -11,6 +11,7 @@ from cache_protocol.errors import DatasetNotFoundError, LoadError, NotReadyError
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.auth.principals import EVERYTHING, Viewer
 from cache_server.coordination.catalogue import Catalogue
+from cache_server.coordination.forgets import Forgets
 from cache_server.coordination.holdings.capacity import room_on
 from cache_server.coordination.holdings.holder_checks import HolderChecks
 from cache_server.coordination.holdings.holdings import Holdings
@@ -50,6 +51,7 @@ class CacheState:
         expected: the name of a dataset whose load will be created; None: there is none.
         load_rate: how fast the nodes load.
         keepings: pins, priorities and reads of datasets.
+        forgets: the acts that forget rows.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class CacheState:
         self.clusters = Clusters(self.membership, drains=self.drains)
         self.views = Views(self.versions, self.membership.members, checks, lease_s)
         self.writes = Writes(self.membership.members, clock, catalogue.id())
+        self.forgets = Forgets(catalogue.forget_book)
         self.orphans = Orphans(
             self.versions, self.membership, catalogue, lease_s=lease_s, clock=clock
         )
@@ -204,8 +207,13 @@ class CacheState:
         self.keepings.write_if_due()
         alive, now = self.membership.alive(), self.clock()
         is_same = self._settled == self.num_changes and self._settled_with is alive
-        if is_same and now < self._settles_at and not self.versions.are_moving():
+        if (
+            is_same
+            and now < self._settles_at
+            and not (self.versions.are_moving() or self.forgets.open_acts)
+        ):
             return
+        self.forgets.settle(self)
         for key, version in self.versions.items():
             if version.ended.note_lost(alive):
                 self.mark_changed(key)

@@ -43,7 +43,8 @@ from cache_protocol.errors import (
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.auth.principals import Viewer
 from cache_server.coordination.catalogue_store import CatalogueStore, FileStore
-from cache_server.coordination.versions.erasures import ErasedRows
+from cache_server.coordination.erasures import ErasedRows
+from cache_server.coordination.forget_book import ForgetBook
 from cache_server.plan.pinned_version import PinnedVersion, split_to_proto
 from cache_server.shards import checked_names, state_files
 from cache_server.shards.state_files import DAMAGED
@@ -189,11 +190,13 @@ class Catalogue:
 
     Attributes:
         damaged: the entries that `read` set aside, until `forget` or `write`.
+        forget_book: the acts that forget rows, and tombstones.
     """
 
     def __init__(self, store: CatalogueStore | Path) -> None:
         self.damaged = DamagedEntries()
         self._store = FileStore(store) if isinstance(store, Path) else store
+        self.forget_book = ForgetBook(self._store)
 
     def exists(self) -> bool:
         """Whether a coordinator ever used this store."""

@@ -101,7 +101,7 @@ class Claims:
             waiting = version.waiting_for(recorded)
         said = {}
         for shard in actual.shards:
-            if shard.sealed and version.agrees(shard):
+            if shard.sealed and version.agrees(shard) and not version.is_outdated(shard):
                 is_known = shard.checksum == version.sealed[shard.index].checksum
                 said[shard.index] = Said(shard.num_bytes, shard.checksum, is_known)
         recorded |= version.take_put(node_id, said.keys())

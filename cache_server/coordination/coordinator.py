@@ -20,6 +20,7 @@ from cache_server.coordination.claims import Claims
 from cache_server.coordination.commits import AskHolder, Commits
 from cache_server.coordination.draining import Draining
 from cache_server.coordination.evictions import Evictions
+from cache_server.coordination.forgetting import FindRows, Forgetting
 from cache_server.coordination.heartbeats import Heartbeats
 from cache_server.coordination.holdings.holder_checks import HolderChecks
 from cache_server.coordination.loads import Loads
@@ -45,6 +46,7 @@ class Coordinator:
         checks: which claims of nodes count; `next_check` must be called for it.
         ask_holder: asks nodes for puts; None: what they reported counts.
         shares: of namespaces.
+        find_rows: asks a node for the rows to forget.
         clock: monotonic seconds.
 
     Attributes:
@@ -56,6 +58,7 @@ class Coordinator:
         begin_write, write_schema, commit_write, abort_write: writes; see `Commits`.
         get, failure, datasets, summaries, watch, delete, keep, shares, erased_rows: see `Readers`.
         drain, undrain, nodes: every known node, and their drains; see `Draining`.
+        forget, forgotten, tombstones, attestation_key: see `Forgetting`.
         orphans, drop_orphans: files of no known version; see `Readers`.
         heartbeat: the report of a node; see `Heartbeats.apply`.
         next_check, apply_check: the second reader; see `Claims`.
@@ -74,6 +77,7 @@ class Coordinator:
         checks: HolderChecks | None = None,
         ask_holder: AskHolder | None = None,
         shares: Iterable[NamespaceShare] = (),
+        find_rows: FindRows | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.damaged = catalogue.damaged
@@ -101,6 +105,9 @@ class Coordinator:
         self.delete, self.keep, self.shares = readers.delete, readers.keep, readers.shares
         self.erased_rows = readers.erased_rows
         self.orphans, self.drop_orphans = readers.orphans, readers.drop_orphans
+        forgetting = Forgetting(self.state, self.evictions, find_rows)
+        self.forget, self.forgotten = forgetting.begin, forgetting.acts
+        self.tombstones, self.attestation_key = forgetting.tombstones, forgetting.public_key
         draining = Draining(self.state)
         self.drain, self.undrain, self.nodes = draining.drain, draining.undrain, draining.nodes
         heartbeats = Heartbeats(

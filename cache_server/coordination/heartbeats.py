@@ -74,6 +74,7 @@ class Heartbeats:
             if not self._state.membership.completes(request, reporter):
                 return pb.HeartbeatResponse(resend=True, coordinator=self._endpoints)
             returns = self._returns(request.node.id)
+            self._state.forgets.require_erasing(request.node)
             member = self._state.membership.apply_heartbeat(
                 request, reporter, is_own=by is None, host=host
             )
@@ -160,6 +161,8 @@ class Heartbeats:
             room_may_come=not state.membership.is_stable(),
             writes=state.writes.messages(state.versions.moving()),
         )
+        for write in wanted.writes:
+            write.tombstones = state.forgets.number(write.dataset)
         # A node that is not placed yet keeps what it has.
         is_placed = node_id in state.clusters.look().alive and not member.untrusted
         for version in state.versions.values() if is_placed else ():
@@ -201,7 +204,7 @@ class Heartbeats:
         response = pb.HeartbeatResponse(
             interval_s=self._state.membership.interval_s(
                 min(self._interval_s, _SOON_S)
-                if self._state.versions.are_moving()
+                if self._state.versions.are_moving() or self._state.forgets.open_acts
                 else self._interval_s
             ),
             coordinator=self._endpoints,

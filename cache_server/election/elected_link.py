@@ -104,6 +104,10 @@ class ElectedLink:
         """See `CoordinatorLink`."""
         return self._ask(lambda link: link.write_schema(write_id))
 
+    def tombstones(self, dataset: str) -> pb.GetTombstonesResponse:
+        """See `CoordinatorLink`."""
+        return self._ask(lambda link: link.tombstones(dataset))
+
     def _ask(self, call: Callable[[CoordinatorLink], _T]) -> _T:
         own: Any = self._own.coordinator
         if own is not None:

@@ -141,6 +141,12 @@ class RemoteCoordinator:
         )
         return response.schema
 
+    def tombstones(self, dataset: str) -> pb.GetTombstonesResponse:
+        """The hashes of the rows of a dataset that were forgotten."""
+        request = pb.GetTombstonesRequest(dataset=dataset)
+        response: pb.GetTombstonesResponse = self._call(self._stub.GetTombstones, request)
+        return response
+
     def nodes(self) -> list[pb.Node]:
         """Every node that the coordinator knows."""
         response: pb.ListNodesResponse = self._call(self._stub.ListNodes, pb.ListNodesRequest())

@@ -70,6 +70,7 @@ class ShardCopy:
             ``same_as``.
         nulls: see `SealedShard`.
         same_as: the shard is of this version, and its file can be shared.
+        erased: a row set: the rows that are erased in this file.
     """
 
     locations: tuple[str, ...]
@@ -78,6 +79,7 @@ class ShardCopy:
     checksum: str
     nulls: Mapping[str, int] = field(default_factory=dict)
     same_as: SameShard | None = None
+    erased: bytes = b""
 
     @property
     def new_bytes(self) -> int:
@@ -114,6 +116,8 @@ class DesiredVersion:
         missing: the shards to keep of that run; empty: all of them.
         num_shards: of the result of a whole query; None until it is known.
         traceparent: of the load; empty: it is not traced.
+        erased: shard -> a row set of the rows that must be erased before it is served.
+        tombstones: the number of the last act on the dataset, which its loads need.
     """
 
     plan: LoadPlan
@@ -124,6 +128,8 @@ class DesiredVersion:
     missing: frozenset[int] = frozenset()
     num_shards: int | None = None
     traceparent: str = ""
+    erased: Mapping[int, bytes] = field(default_factory=dict)
+    tombstones: int = 0
 
     @cached_property
     def obtainable(self) -> tuple[DesiredShard, ...]:
@@ -151,6 +157,7 @@ class OpenWrite:
         refuse_nulls: also those of floats.
         full_wait_s: how long a put may wait for room.
         committed: it takes no more rows.
+        tombstones: see `DesiredVersion`.
     """
 
     write_id: str
@@ -160,6 +167,7 @@ class OpenWrite:
     refuse_nulls: bool
     full_wait_s: float
     committed: bool = False
+    tombstones: int = 0
 
 
 @dataclass(frozen=True)

@@ -124,6 +124,7 @@ def _encode_version(
             rows_fixed=index in starts,
             row_start=starts.get(index, 0),
             nulls=shard.sealed.nulls,
+            erased=shard.erased,
         )
     if version.num_shards is not None:
         message.num_shards = version.num_shards
@@ -144,6 +145,7 @@ def _encode_version(
     message.waits = max(version.waits.values(), default="")
     message.notes.extend(sorted(version.notes))
     message.files_read = version.files_read
+    message.forgot = version.forgot
 
 
 class DesiredDecoder:
@@ -216,6 +218,7 @@ def _decode_write(message: pb.OpenWrite) -> OpenWrite:
         message.nulls == "refuse",
         message.full_wait_s,
         message.committed,
+        message.tombstones,
     )
 
 
@@ -265,6 +268,8 @@ def _decode_version(message: pb.DesiredDataset, plan: LoadPlan) -> DesiredVersio
             else None
         ),
         traceparent=message.traceparent,
+        erased={each.index: each.places for each in message.erased},
+        tombstones=message.tombstones,
     )
 
 
@@ -286,6 +291,7 @@ def _decode_shard(shard: pb.DesiredShard, key: VersionKey) -> DesiredShard:
             checked_names.token(shard.checksum, "checksum"),
             dict(shard.nulls),
             same_as,
+            shard.erased,
         )
     return DesiredShard(index, shard.row_start, splits, copy)
 

@@ -30,3 +30,6 @@ class CoordinatorLink(Protocol):
 
     def write_schema(self, write_id: str) -> bytes:
         """The schema of an open write."""
+
+    def tombstones(self, dataset: str) -> pb.GetTombstonesResponse:
+        """The hashes of the rows of a dataset that were forgotten."""

@@ -110,7 +110,7 @@ class LoadThreads:
                 return
             raise
         with self._lock:
-            state.loads[job.index] = Load(future, job)
+            state.loads[job.index] = Load(future, job, desired.tombstones)
             if self._stopped.is_set():  # `stop` may have missed this job
                 job.cancelled.set()
 

@@ -6,6 +6,7 @@ heartbeats.
 
 from __future__ import annotations
 
+import base64
 import logging
 import shutil
 import threading
@@ -275,7 +276,14 @@ def copy_shard(store: ShardStore, job: Job, credentials: Credentials) -> None:
     """
     assert job.shard is not None and job.shard.copy is not None
     copy = job.shard.copy
-    sealed = SealedShard(job.shard.index, copy.num_rows, copy.num_bytes, copy.checksum, copy.nulls)
+    sealed = SealedShard(
+        job.shard.index,
+        copy.num_rows,
+        copy.num_bytes,
+        copy.checksum,
+        copy.nulls,
+        erased=base64.b64encode(copy.erased).decode(),
+    )
     source = copy.same_as or SameShard(job.key, sealed.index)
     if copy.same_as is not None:
         try:

@@ -18,6 +18,7 @@ from concurrent.futures import wait
 from dataclasses import astuple, replace
 from functools import partial
 
+import numpy as np
 import pyarrow as pa
 
 from cache_protocol.errors import (
@@ -30,6 +31,7 @@ from cache_protocol.errors import (
 )
 from cache_protocol.storage.memory_budget import NodeMemory, expression_memory
 from cache_protocol.storage.row_index import ROWS_OF_A_SHARD
+from cache_protocol.storage.row_sets import encode_rows
 from cache_protocol.storage.shard_files import MappedShard
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.wire.channels import pause_s, rest_s
@@ -39,6 +41,7 @@ from cache_server.egress.allowed_sources import AllowedSources
 from cache_server.machine import MACHINE_BYTES
 from cache_server.node import heartbeat_messages
 from cache_server.node.desired import DesiredState, DesiredVersion, LoadPlan
+from cache_server.node.forgetting import KnownTombstones, nothing_older
 from cache_server.node.heartbeat_log import HeartbeatLog
 from cache_server.node.heartbeat_messages import DesiredDecoder, ReportEncoder, SealedShards
 from cache_server.node.leaving import Leaving
@@ -55,6 +58,7 @@ from cache_server.node.reconcile import (
     Cancel,
     CloseTables,
     DropShards,
+    Erase,
     Forget,
     Publish,
     Remove,
@@ -67,12 +71,13 @@ from cache_server.node.reconcile import (
 from cache_server.node.room_requests import RoomRequests
 from cache_server.node.row_values import RowValues
 from cache_server.node.status import VersionStatus
-from cache_server.node.version_state import Load, VersionState
+from cache_server.node.version_state import Load, VersionState, is_erased
 from cache_server.node.write_schemas import WriteSchemas
 from cache_server.shards.checksums import PieceDigests
 from cache_server.shards.put_key import PutKey
 from cache_server.shards.resident_rows import ResidentRows
 from cache_server.shards.store import ShardStore
+from cache_server.shards.tombstones import tombstones_of
 from cache_server.shards.version_key import VersionKey
 
 logger = logging.getLogger(__name__)
@@ -149,6 +154,8 @@ class Node:
         all_bytes = MACHINE_BYTES if memory is None else memory.all_bytes
         expressions = expression_memory(all_bytes, load_threads)
         self.row_values = RowValues(store.free_bytes, expressions, functions, self._plan_of)
+        self._tombstones = KnownTombstones(lambda dataset: link.tombstones(dataset))
+        store.left_out = self._tombstones.left_out
         self._beats, self._leaving = threading.Condition(), Leaving()
         self._begun = self._answered = 0  # heartbeats
         schemas, room = WriteSchemas(link.write_schema), self._room.ask
@@ -292,7 +299,11 @@ class Node:
         """The sealed shards of a version, with rows numbered by shard."""
         if state.sealed_rows is None:
             plan = state.desired.plan
-            shards = self._store.shards(plan.key)
+            shards = {
+                index: shard
+                for index, shard in self._store.shards(plan.key).items()
+                if index not in state.erasing
+            }
             state.sealed_rows = ResidentRows(
                 plan.key,
                 plan.layout,
@@ -341,6 +352,22 @@ class Node:
             checksum = digests.checksum(mapped.fileno())
         if checksum != shard.sealed.checksum:
             self.drop_damaged(key, shard)
+
+    def find_rows(self, request: pb.FindRowsRequest) -> pb.FindRowsResponse:
+        """The rows of a shard that fulfil conditions, with their tombstones.
+
+        Raises:
+            CacheError: as `RowValues.answer`.
+        """
+        rows = self.rows(request.dataset, request.fingerprint)
+        start, stop = request.rows.start, request.rows.stop
+        _, pieces = self.row_values.answer(rows, start, stop, "", tuple(request.where))
+        places = pieces[0].to_numpy().astype(np.int64)
+        found = pb.FindRowsResponse(places=encode_rows(places))
+        if len(places):
+            shard = rows.shard_of(start)
+            found.tombstones = b"".join(tombstones_of(shard.batch, places, request.key))
+        return found
 
     def drop_damaged(self, key: VersionKey, shard: MappedShard) -> bool:
         """Drops a shard, which is then made again; returns whether it was still there."""
@@ -488,12 +515,15 @@ class Node:
         put = self._puts.complete()
         sealed = self._store.versions()
         for key, shards in sealed.items():
-            actual[key] = replace(actual.get(key, ActualVersion()), sealed=shards.keys())
+            erased = {i: s.sealed.erased for i, s in shards.items() if s.sealed.erased}
+            version = actual.get(key, ActualVersion())
+            actual[key] = replace(version, sealed=shards.keys(), erased=erased)
         for key, num_shards in put.items():
             actual[key] = replace(actual.get(key, ActualVersion()), num_shards=num_shards)
         return actual, sealed
 
     def _report(self) -> pb.HeartbeatRequest:
+        self._note_forgotten()
         actual, sealed = self._snapshot()
         for key, state in self._states.items():
             if actual[key].sealed != state.reported:
@@ -514,6 +544,7 @@ class Node:
         if self._stop.is_set():
             return False
         self._puts.update(desired.writes)
+        self._tombstones.update(desired)
         actual, sealed = self._snapshot()
         result = reconcile(desired, actual, self._expired(desired, actual))
         for action in result.actions:
@@ -526,7 +557,7 @@ class Node:
         self.row_values.trim()
         if becomes_ready:
             self._on_ready()
-        return any(isinstance(action, Publish | StartLoads) for action in result.actions)
+        return any(isinstance(action, Publish | Erase | StartLoads) for action in result.actions)
 
     def _expired(self, desired: DesiredState, actual: Container[VersionKey]) -> set[VersionKey]:
         """The orphans that were kept for long enough."""
@@ -560,6 +591,8 @@ class Node:
                 self._states[key].cancel(indices)
             case Publish(key, row_starts):
                 self._publish(key, row_starts, sealed.get(key, {}))
+            case Erase(key, places):
+                self._erase(key, places)
             case DropShards(key, indices):
                 self._store.drop(key, *indices)
             case CloseTables(key):
@@ -592,7 +625,49 @@ class Node:
         damaged = partial(self.drop_damaged, key)
         rows = ResidentRows(key, desired.plan.layout, desired.num_rows, shards, damaged)
         with self._lock:
-            self._states[key].rows, self._states[key].row_starts = rows, row_starts
+            state = self._states[key]
+            if state.rows is not None and len(row_starts) < len(state.row_starts or ()):
+                state.old_rows.append(state.rows)  # what goes may be overwritten
+            state.rows, state.row_starts = rows, row_starts
+
+    def _erase(self, key: VersionKey, places: Mapping[int, bytes]) -> None:
+        """Overwrites rows of shards that are served no more, once no one reads them."""
+        sharing = {
+            name
+            for name, shards in self._store.versions().items()
+            for other in shards.values()
+            for index in places
+            if (mine := self._store.shards(key).get(index)) and other.inode == mine.inode
+        }
+        with self._lock:
+            states = [state for name in sharing if (state := self._states.get(name))]
+            for state in states:
+                state.retire_rows(places.keys() if state is self._states.get(key) else None)
+            if any(state.is_read for state in states):
+                return  # the next heartbeat tries again
+        for name in sharing:
+            self.row_values.forget(name)
+        for index, rows in places.items():
+            self._store.erase(key, index, rows)
+        with self._lock:
+            for state in states:
+                state.erasing = frozenset()
+
+    def _note_forgotten(self) -> None:
+        """Notes for each version which act is done on this node."""
+        for key, state in self._states.items():
+            desired, shards = state.desired, self._store.shards(key)
+            lacking = any(
+                index in shards and not is_erased(shards[index], rows)
+                for index, rows in desired.erased.items()
+            )
+            is_free = not (lacking or state.tables.is_used or self._store.is_removing)
+            state.forgot = nothing_older(
+                self._tombstones.number(key.dataset),
+                desired.tombstones,
+                [load.knows for load in state.unfinished().values()],
+                is_free=is_free,
+            )
 
     def _desired_bytes(self) -> int:
         with self._lock:

@@ -9,13 +9,14 @@ import pyarrow as pa
 import pyarrow.flight as flight
 from google.protobuf.message import DecodeError
 
-from cache_protocol.errors import NodeUnavailableError
+from cache_protocol.errors import CacheError, NodeUnavailableError, RequestError, from_proto
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.wire.channels import DIRECT
 from cache_protocol.wire.credentials import NO_CREDENTIALS, Credentials
 from cache_server.shards.version_key import VersionKey
 
-HELD_SHARDS_ACTION = "held-shards"
+HELD_SHARDS_ACTION, FIND_ROWS_ACTION = "held-shards", "find-rows"
+_FIND_TIMEOUT_S = 120.0
 _TIMEOUT_S = 600.0  # of one file
 _ASK_TIMEOUT_S = 2.0
 
@@ -76,6 +77,34 @@ def held_shards(
         }
         for actual in answer.datasets
     }
+
+
+def find_rows(
+    location: str, request: pb.FindRowsRequest, *, credentials: Credentials = NO_CREDENTIALS
+) -> pb.FindRowsResponse:
+    """Asks a node for the rows of a shard that fulfil conditions, with their tombstones.
+
+    Raises:
+        CacheError: of the node, or because it does not answer.
+    """
+    action = flight.Action(FIND_ROWS_ACTION, request.SerializeToString())
+    pings = _keepalive_options(10.0, 10.0)
+    with _client(location, credentials, pings, "rows to forget") as client:
+        try:
+            (result,) = client.do_action(action, _call_options(credentials, _FIND_TIMEOUT_S))
+        except flight.FlightError as error:
+            if isinstance(found := error_of(error), RequestError):
+                raise found from None
+            raise
+        return pb.FindRowsResponse.FromString(result.body.to_pybytes())
+
+
+def error_of(error: flight.FlightError) -> CacheError | None:
+    """The error of a node that a Flight error carries."""
+    try:
+        return from_proto(pb.Error.FromString(error.extra_info or b""))
+    except DecodeError:
+        return None
 
 
 @contextmanager

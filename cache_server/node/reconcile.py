@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
 
+from cache_protocol.storage.row_sets import union
 from cache_server.coordination.members.ended_nodes import WHOLE_QUERY
 from cache_server.node.desired import DesiredShard, DesiredState, DesiredVersion
 from cache_server.shards.version_key import VersionKey
@@ -31,6 +33,8 @@ class ActualVersion:
         num_shards: of the result of a whole query, once it is known.
         idle_s: since rows were last read; None if they never were.
         has_spooled_tables: of tables that are read whole.
+        erased: of the sealed shards: see `SealedShard.erased`.
+        forgot: nothing older than this act is here: see `ActualDataset.forgot`.
     """
 
     desired: DesiredVersion | None = None
@@ -49,6 +53,17 @@ class ActualVersion:
     num_shards: int | None = None
     idle_s: float | None = None
     has_spooled_tables: bool = False
+    erased: Mapping[int, str] = field(default_factory=dict)
+    forgot: int = 0
+
+    def lacks_erasure(self, wanted: DesiredVersion) -> frozenset[int]:
+        """The sealed shards with rows that must be erased."""
+        return frozenset(
+            index
+            for index, places in wanted.erased.items()
+            if index in self.sealed
+            and union(places, erased := base64.b64decode(self.erased.get(index, ""))) != erased
+        )
 
 
 @dataclass(frozen=True)
@@ -97,6 +112,14 @@ class Publish:
 
 
 @dataclass(frozen=True)
+class Erase:
+    """Overwrite rows in the files of these shards, which are not served meanwhile."""
+
+    key: VersionKey
+    places: Mapping[int, bytes]
+
+
+@dataclass(frozen=True)
 class DropShards:
     """Remove the files of these sealed shards."""
 
@@ -138,6 +161,7 @@ Action = (
     | Forget
     | Cancel
     | Publish
+    | Erase
     | DropShards
     | CloseTables
     | StartLoads
@@ -217,6 +241,8 @@ def _actions(
         yield Cancel(key, unwanted)
     if row_starts is not None and row_starts != version.row_starts:
         yield Publish(key, row_starts)
+    if stale := version.lacks_erasure(wanted):
+        yield Erase(key, {index: wanted.erased[index] for index in stale})
     surplus = _surplus(wanted, version)
     if surplus:
         yield DropShards(key, surplus)
@@ -273,8 +299,11 @@ def _row_starts(wanted: DesiredVersion, version: ActualVersion) -> Mapping[int, 
     """First row id of each shard to serve; None where no row is served yet."""
     if not wanted.rows_fixed:
         return version.row_starts
+    stale = version.lacks_erasure(wanted)
     return {
-        index: shard.row_start for index, shard in wanted.shards.items() if index in version.sealed
+        index: shard.row_start
+        for index, shard in wanted.shards.items()
+        if index in version.sealed and index not in stale
     }
 
 

@@ -21,11 +21,13 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from cache_protocol.cli.output import size
 from cache_protocol.errors import NodeUnavailableError, NotReadyError, RequestError, short
 from cache_protocol.storage.column_stats import STATS_SCHEMA
 from cache_protocol.storage.memory_budget import ExpressionMemory
+from cache_protocol.storage.row_sets import among
 from cache_server.node.desired import LoadPlan
 from cache_server.node.load_functions import NodeFunctions
 from cache_server.node.turns import Turns
@@ -165,7 +167,8 @@ class RowValues:
             if not expression:
                 return ROW_SCHEMA, [pa.array(self._selected(rows, start, stop, where, caller))]
             with self._turn(caller):
-                return self._computed(expression, where, rows, start, stop, caller)
+                schema, pieces = self._computed(expression, where, rows, start, stop, caller)
+                return schema, _without_values(pieces, rows.places_erased(start, stop))
         except _GoneError:
             raise NodeUnavailableError("the client ended its call") from None
 
@@ -200,7 +203,7 @@ class RowValues:
         )
         try:
             with self._turn(caller), sql_process.lease() as process:
-                lots = rows.lots(start, stop, columns, _LOT_BYTES)
+                lots = rows.lots(start, stop, columns, _LOT_BYTES, with_erased=False)
                 batches = process.run(run, limits, lots=lots)
                 return STATS_SCHEMA, _bounded(batch.column(0) for batch in batches)
         except LimitError as error:
@@ -280,7 +283,8 @@ class RowValues:
         try:
             with self._turn(caller):
                 _, pieces = self._computed("", where, rows, first, last, caller)
-                numbers = _joined([piece.to_numpy() for piece in pieces])
+                found = _joined([piece.to_numpy() for piece in pieces])
+                numbers = found[~among(found.astype(np.int64), rows.places_erased(first, last))]
         except BaseException as error:
             with self._lock:
                 if self._kept.get(name) is kept:
@@ -408,6 +412,17 @@ def _bounded(pieces: Iterator[pa.Array]) -> list[pa.Array]:
             )
         within.append(piece)
     return within
+
+
+def _without_values(pieces: list[pa.Array], places: npt.NDArray[np.int64]) -> list[pa.Array]:
+    """The values, null at these places: their rows were forgotten."""
+    start, found = 0, []
+    for piece in pieces if len(places) else ():
+        mask = np.zeros(len(piece), np.bool_)
+        mask[places[(places >= start) & (places < start + len(piece))] - start] = True
+        found.append(pc.if_else(pa.array(mask), pa.scalar(None, piece.type), piece))
+        start += len(piece)
+    return found or pieces
 
 
 def _joined(pieces: list[RowNumbers]) -> RowNumbers:

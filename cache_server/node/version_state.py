@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Set
+from collections.abc import Collection, Mapping, Set
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+from cache_protocol.storage.row_sets import union
+from cache_protocol.storage.shard_files import MappedShard
 from cache_server.auth.principals import Viewer
 from cache_server.node.desired import DesiredVersion
 from cache_server.node.loading import Job, SpooledTables
@@ -16,12 +18,18 @@ from cache_server.shards.resident_rows import ResidentRows
 _COPY_AGAIN_S = 30.0  # after a failed copy, for example for lack of room
 
 
+def is_erased(shard: MappedShard, places: bytes) -> bool:
+    """Whether the rows of a row set are erased in a shard."""
+    return union(shard.erased, places) == shard.erased
+
+
 @dataclass
 class Load:
     """A job in the pool."""
 
     future: Future[None]
     job: Job
+    knows: int = 0  # the last act when it began
 
 
 @dataclass
@@ -44,6 +52,9 @@ class VersionState:
         notes: what the loads changed, for people; load threads add to it.
         files_read: by the loads; a file counts once for each shard that is made of it.
         is_retired: it is served no more, and its last loads have yet to end.
+        erasing: the shards with rows that must be erased: no one may read them.
+        old_rows: that were served, and are still being read.
+        forgot: see `ActualVersion.forgot`.
     """
 
     desired: DesiredVersion
@@ -62,6 +73,9 @@ class VersionState:
     notes: set[str] = field(default_factory=set)
     files_read: int = 0
     is_retired: bool = False
+    erasing: frozenset[int] = frozenset()
+    old_rows: list[ResidentRows] = field(default_factory=list)
+    forgot: int = 0
 
     def is_seen_by(self, viewer: Viewer) -> bool:
         """Whether a viewer may read its rows."""
@@ -73,6 +87,28 @@ class VersionState:
         self.desired = desired
         if desired.num_shards is not None:
             self.num_shards = desired.num_shards
+
+    def retire_rows(self, indices: Collection[int] | None) -> None:
+        """Ends all reads: rows of some shards are about to be overwritten.
+
+        Args:
+            indices: of these shards; None: all of the version.
+        """
+        shards = self.row_starts or {}
+        self.erasing = frozenset(shards if indices is None else indices)
+        if indices is None:  # served again by the next reconciliation
+            self.old_rows += [self.rows] if self.rows is not None else []
+            self.rows, self.row_starts = None, {}
+        self.old_rows += [self.sealed_rows] if self.sealed_rows is not None else []
+        self.sealed_rows = None
+        for rows in self.old_rows:
+            rows.make_old()
+
+    @property
+    def is_read(self) -> bool:
+        """Whether rows that were served are still being read."""
+        self.old_rows = [rows for rows in self.old_rows if rows.is_read]
+        return bool(self.old_rows)
 
     def cancel(self, indices: Set[int | None] | None = None) -> None:
         """Cancels loads; None for all."""
@@ -128,4 +164,5 @@ class VersionState:
             num_shards=self.num_shards,
             idle_s=None if self.last_read is None else now - self.last_read,
             has_spooled_tables=self.tables.is_used,
+            forgot=self.forgot,
         )

@@ -186,6 +186,7 @@ class CoordinatorServicer(cache_pb2_grpc.CoordinatorServicer):
         for verb, threads in (
             ("CreateDataset", planning),
             ("PlanDataset", planning),
+            ("ForgetRows", planning),
             ("WatchDataset", watching),
             ("Heartbeat", beating),
         ):
@@ -421,6 +422,38 @@ class CoordinatorServicer(cache_pb2_grpc.CoordinatorServicer):
                 audits=request.audits,
             )
             return pb.ListJobsResponse(jobs=jobs)
+
+    def ForgetRows(
+        self, request: pb.ForgetRowsRequest, context: grpc.ServicerContext
+    ) -> pb.ForgetRowsResponse:
+        """Erases rows in all versions of a dataset."""
+        with _error_statuses(context):
+            caller = caller_of(context)
+            principal = caller.principal
+            caller.about["dataset"] = name = principal.viewer.resolve(request.name)
+            principal.require_own(name, "an erasure")
+            act = self._coordinator.forget(request, principal)
+            caller.about["act"] = str(act.number)
+            return pb.ForgetRowsResponse(act=act)
+
+    def ListForgotten(
+        self, request: pb.ListForgottenRequest, context: grpc.ServicerContext
+    ) -> pb.ListForgottenResponse:
+        """The acts that forgot rows."""
+        with _error_statuses(context):
+            own = _own_viewer(caller_of(context).principal)
+            coordinator = self._coordinator
+            return pb.ListForgottenResponse(
+                acts=coordinator.forgotten(request.name, request.number, own),
+                public_key=coordinator.attestation_key(),
+            )
+
+    def GetTombstones(
+        self, request: pb.GetTombstonesRequest, context: grpc.ServicerContext
+    ) -> pb.GetTombstonesResponse:
+        """The hashes of rows that loads leave out, for a node."""
+        with _error_statuses(context):
+            return self._coordinator.tombstones(request.dataset)
 
     def GetErasedRows(
         self, request: pb.GetErasedRowsRequest, context: grpc.ServicerContext

@@ -36,10 +36,10 @@ from cache_protocol.wire import tracing
 from cache_protocol.wire.credentials import Credentials
 from cache_server.auth.authenticator import Authenticator
 from cache_server.auth.principals import Role, Viewer
-from cache_server.auth.verbs import HELD_SHARDS, SHARD_FILE
+from cache_server.auth.verbs import FIND_ROWS, HELD_SHARDS, SHARD_FILE
 from cache_server.machine import MACHINE_BYTES
 from cache_server.node.node import Node
-from cache_server.node.peer_files import HELD_SHARDS_ACTION
+from cache_server.node.peer_files import FIND_ROWS_ACTION, HELD_SHARDS_ACTION
 from cache_server.node.puts import PutMessage
 from cache_server.node.row_values import Caller
 from cache_server.node.traffic import Read, Traffic
@@ -332,6 +332,11 @@ class FlightService(flight.FlightServerBase):
                     "for the coordinator: takes a cache.v1.HeldShardsRequest, answers a "
                     "cache.v1.HeldShardsResponse",
                 ),
+                (
+                    FIND_ROWS_ACTION,
+                    "for the coordinator: takes a cache.v1.FindRowsRequest, answers a "
+                    "cache.v1.FindRowsResponse",
+                ),
             ]
 
     def do_action(
@@ -349,6 +354,11 @@ class FlightService(flight.FlightServerBase):
                 keys = [VersionKey(asked.dataset, name) for name in asked.fingerprints]
                 held = pb.HeldShardsResponse(datasets=self._ready_node().held(keys))
                 return iter([flight.Result(held.SerializeToString())])
+            if action.type == FIND_ROWS_ACTION:
+                call.principal.require(Role.NODE, FIND_ROWS)
+                wanted = _parse(pb.FindRowsRequest, action.body, "request for rows")
+                rows = self._ready_node().find_rows(wanted)
+                return iter([flight.Result(rows.SerializeToString())])
             if action.type != ENDPOINTS_ACTION:
                 raise RequestError(
                     f"no action {action.type!r}; actions: {ENDPOINTS_ACTION}, {REPORT_ACTION}, "

@@ -14,14 +14,17 @@ import numpy as np
 import pyarrow as pa
 
 from cache_protocol.errors import (
+    ErasedRowsError,
     InvalidRowsError,
     NodeUnavailableError,
     NotReadyError,
     RequestError,
+    some_of,
 )
 from cache_protocol.storage.layout import Layout, from_matrix
 from cache_protocol.storage.mapped_table import MappedTable
 from cache_protocol.storage.row_index import Ids, Indices, RowIndex, RowRuns
+from cache_protocol.storage.row_sets import among, decode_rows
 from cache_protocol.storage.shard_files import (
     DamagedShardError,
     MappedShard,
@@ -115,6 +118,70 @@ class ResidentRows:
         self._lock = threading.Lock()
         self._mapped_table: MappedTable | None = None
         self._on_damage = on_damage
+        self._num_readers, self._is_old = 0, False
+        places = [
+            decode_rows(shard.erased) + start
+            for start, shard in zip(self._starts.tolist(), self._shards, strict=True)
+            if shard.sealed.erased
+        ]
+        self.erased: Ids = np.concatenate([*places, np.empty(0, np.int64)])  # ascending
+
+    def make_old(self) -> None:
+        """Ends reads, each after its current message: rows are about to be erased."""
+        with self._lock:
+            self._is_old = True
+
+    @property
+    def is_read(self) -> bool:
+        """Whether a read has not ended."""
+        with self._lock:
+            return self._num_readers > 0
+
+    def _held(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """The batches, while the files are not overwritten.
+
+        Raises:
+            NotReadyError: rows of the version are being erased.
+        """
+        with self._lock:
+            self._num_readers += 1
+        try:
+            self._check_current()
+            for batch in batches:
+                yield batch
+                self._check_current()
+        finally:
+            with self._lock:
+                self._num_readers -= 1
+
+    def _check_current(self) -> None:
+        if self._is_old:
+            raise NotReadyError(f"rows of {self.key.dataset!r} are being erased on this node")
+
+    def check_erased(self, start: int, stop: int) -> None:
+        """Raises ErasedRowsError if one of the rows ``[start, stop)`` was forgotten."""
+        if len(rows := self.places_erased(start, stop)):
+            raise self._erased_error(rows + start)
+
+    def _erased_error(self, rows: Ids) -> ErasedRowsError:
+        return ErasedRowsError(
+            f"row {some_of(rows[:100].tolist())} of {self.key.dataset!r} was forgotten: read the "
+            "erased rows of the version again, and leave them out"
+        )
+
+    def places_erased(self, start: int, stop: int) -> Ids:
+        """The forgotten rows of ``[start, stop)``, counted from its start."""
+        first, last = np.searchsorted(self.erased, [start, stop])
+        return self.erased[first:last] - start
+
+    def _without_erased(self, batch: pa.RecordBatch, start: int) -> pa.RecordBatch:
+        """The rows of a batch, which begins at a row, that were not forgotten."""
+        places = self.places_erased(start, start + batch.num_rows)
+        if not len(places):
+            return batch
+        kept = np.ones(batch.num_rows, np.bool_)
+        kept[places] = False
+        return batch.filter(pa.array(kept))
 
     def gather(
         self, row_ids: Ids, selection: Selection, rows_per_message: int = 0
@@ -131,10 +198,18 @@ class ResidentRows:
             NotReadyError: for an id of a shard that this node does not hold; likewise. Or a shard
                 was found to be damaged.
             NodeUnavailableError: the shards cannot be mapped.
+            ErasedRowsError: one of the rows was forgotten.
         """
+        yield from self._held(self._gather(row_ids, selection, rows_per_message))
+
+    def _gather(
+        self, row_ids: Ids, selection: Selection, rows_per_message: int
+    ) -> Iterator[pa.RecordBatch]:
         if not len(row_ids):
             yield empty_batch(selection.layout)
             return
+        if (erased := among(row_ids, self.erased)).any():
+            raise self._erased_error(row_ids[erased])
         low, high = int(row_ids.min()), int(row_ids.max())
         self._check_bounds(low, high)
         first = self._shard_at(low)
@@ -217,9 +292,15 @@ class ResidentRows:
 
         So each message has several of them.
         """
+        yield from self._held(self._runs(runs, stop, max_rows, selection))
+
+    def _runs(
+        self, runs: RowRuns, stop: int, max_rows: int, selection: Selection
+    ) -> Iterator[pa.RecordBatch]:
         together = min(max_rows, _MOST_COPIED) // runs.length if runs.length else 0
         if together < _FEW_RUNS:
             for first, last in runs.within(stop):
+                self.check_erased(first, last)
                 yield from self.slices(first, last, max_rows, selection)
             return
         found = runs.within(stop)
@@ -230,7 +311,15 @@ class ResidentRows:
     def messages(
         self, start: int, stop: int, message_bytes: int, selection: Selection
     ) -> Iterator[pa.RecordBatch]:
-        """Like `slices`, in batches of about ``message_bytes``; a longer row is one batch."""
+        """Like `slices`, in batches of about ``message_bytes``; a longer row is one batch.
+
+        Rows that were forgotten are left out.
+        """
+        yield from self._held(self._messages(start, stop, message_bytes, selection))
+
+    def _messages(
+        self, start: int, stop: int, message_bytes: int, selection: Selection
+    ) -> Iterator[pa.RecordBatch]:
         plain = _plain_picks(selection)
         fixed = selection.layout.fixed_row_bytes
         at = start
@@ -240,11 +329,18 @@ class ResidentRows:
             rows = min(stop, int(self._stops[shard])) - at
             columns = [self._plain(self._shards[shard], i, offset, rows) for i in plain]
             for first, last in runs_of_rows(columns, rows, fixed, message_bytes):
-                yield self._slice(self._shards[shard], offset + first, last - first, selection)
+                made = self._slice(self._shards[shard], offset + first, last - first, selection)
+                yield self._without_erased(made, at + first)
             at += rows
 
     def lots(
-        self, start: int, stop: int, columns: Sequence[str], lot_bytes: int
+        self,
+        start: int,
+        stop: int,
+        columns: Sequence[str],
+        lot_bytes: int,
+        *,
+        with_erased: bool = True,
     ) -> Iterator[pa.RecordBatch]:
         """Logical columns of rows ``[start, stop)`` of one shard, as SQL sees them, in order.
 
@@ -252,12 +348,18 @@ class ResidentRows:
 
         Args:
             lot_bytes: about the most of one batch.
+            with_erased: rows that were forgotten, too, as zeros: the caller leaves them out.
 
         Raises:
             InvalidRowsError, NotReadyError: as for `shard_range`. NotReadyError also if the shard
                 is damaged.
             RequestError: a string is no UTF-8, which DataFusion trusts.
         """
+        yield from self._held(self._lots(start, stop, columns, lot_bytes, with_erased))
+
+    def _lots(
+        self, start: int, stop: int, columns: Sequence[str], lot_bytes: int, with_erased: bool
+    ) -> Iterator[pa.RecordBatch]:
         first, _ = self.shard_range(start, stop)
         stored = self._shards[self._shard_at(start)]
         selection = Selection(self.layout, columns)
@@ -276,7 +378,8 @@ class ResidentRows:
                 if not pa.types.is_primitive(array.type):
                     _check_text(field.name, array)
                 arrays.append(plain_column(array, field.type))
-            yield pa.RecordBatch.from_arrays(arrays, schema=schema)
+            made = pa.RecordBatch.from_arrays(arrays, schema=schema)
+            yield made if with_erased else self._without_erased(made, start + low)
 
     def _plain(self, shard: MappedShard, index: int, offset: int, rows: int) -> pa.Array:
         """Consecutive rows of a column that is stored alone, whose offsets may be followed.
@@ -310,6 +413,10 @@ class ResidentRows:
                 f"row id {bad} is outside dataset {self.key.dataset!r}, "
                 f"which has rows [0, {self.num_rows})"
             )
+
+    def shard_of(self, row: int) -> MappedShard:
+        """The shard with a row."""
+        return self._shards[self._shard_at(row)]
 
     def _shard_at(self, row: int) -> int:
         """Index of the shard with this row."""

@@ -5,6 +5,7 @@
     <cache_dir>/<dataset>/<fingerprint>/manifest.jsonl        a line for each sealed shard
     <cache_dir>/.lock, .node-id                               one process, one lasting name: see
                                                               `node_name`
+    <cache_dir>/.erasing/                                     rows to overwrite, if a node ends
     <cache_dir>/.scratch/                                     temporary files
     <cache_dir>/.removed-*/                                   dropped, soon freed
 
@@ -42,7 +43,7 @@ from cache_protocol.storage.shard_files import (
     checksum_of,
     shard_file_name,
 )
-from cache_server.shards import adoption, checked_names, manifest, node_name
+from cache_server.shards import adoption, checked_names, erasures_begun, manifest, node_name
 from cache_server.shards.checksums import PieceDigests, file_digests
 from cache_server.shards.disk import fsync, remove, remove_empty, remove_file
 from cache_server.shards.draft import ShardDraft, padded, shard_writer
@@ -77,6 +78,9 @@ class ShardStore:
         address: of a node with a lasting address, which gives its first id. So a node that comes
             back with an empty directory is the same node. None: a random id.
 
+    Attributes:
+        left_out: gives a row set of the rows of a stored batch that must not be kept.
+
     Raises:
         ConfigError: the directory cannot be made, or another node uses it; its id or a manifest
             cannot be read; or a valid shard in it cannot be opened.
@@ -99,6 +103,7 @@ class ShardStore:
         self._names: Counter[tuple[int, int]] = Counter()  # of each file: versions may share it
         self._reserved: dict[Path, int] = {}  # of files being written
         self._removals: list[threading.Thread] = []
+        self.left_out: Callable[[VersionKey, int, pa.RecordBatch], bytes] = lambda *_: b""
         try:
             cache_dir.mkdir(parents=True, exist_ok=True)
             self._lock_file = (cache_dir / ".lock").open("a+")
@@ -114,6 +119,7 @@ class ShardStore:
             self.node_id = node_name.load(cache_dir, address)
             for path in (self.scratch, *cache_dir.glob(f"{_REMOVED}*")):
                 remove(path)  # left by a killed process
+            erasures_begun.continue_all(cache_dir)
             self._shards = adoption.adopt_all(cache_dir, adopt_threads)
             for shards in self._shards.values():
                 self._count(shards.values())
@@ -245,9 +251,11 @@ class ShardStore:
                 write_shard_file(temporary, batch)
                 digests = file_digests(temporary)
             size_of_file, checksum = temporary.stat().st_size, checksum_of(digests)
-            return SealedShard(
+            sealed = SealedShard(
                 index, batch.num_rows, size_of_file, checksum, dict(nulls or {}), digests
             )
+            erased = self.left_out(key, index, batch)
+            return erasures_begun.overwrite(temporary, sealed, erased) if erased else sealed
 
         return self._keep(key, index, temporary, size, write)
 
@@ -331,6 +339,42 @@ class ShardStore:
             return replace(shard.sealed, index=sealed.index)
 
         return self._keep(key, sealed.index, temporary, 0, link, shard.renamed)
+
+    def erase(self, key: VersionKey, index: int, places: bytes) -> None:
+        """Overwrites rows of a shard in its file, under all names that the file has.
+
+        If the process ends meanwhile, the next one continues: see `erasures_begun`.
+
+        Args:
+            places: a row set.
+
+        Raises:
+            OSError: the file cannot be written. It stays as it was, or is damaged.
+        """
+        with self._manifests:  # so nobody takes it for damaged
+            shard = self.shards(key).get(index)
+            if shard is None:
+                return
+            names = {
+                (name, at): other
+                for name, shards in self.versions().items()
+                for at, other in shards.items()
+                if other.inode == shard.inode
+            }
+            paths = [other.path for other in names.values()]
+            with erasures_begun.noted(self.cache_dir, paths, places):
+                sealed = erasures_begun.overwrite(shard.path, shard.sealed, places, paths)
+                for (name, at), other in names.items():
+                    made = MappedShard(replace(sealed, index=at), other.path)
+                    manifest.add(self._directory(name) / MANIFEST, made.sealed)
+                    self._add(name, made)
+        logger.info("rows erased dataset=%s shard=%d", key.dataset, index)
+
+    @property
+    def is_removing(self) -> bool:
+        """Whether dropped files are still being freed."""
+        with self._lock:
+            return any(each.is_alive() for each in self._removals)
 
     def _keep(
         self,

@@ -442,6 +442,11 @@ class Holdings:
         if reads:
             desired.secrets.CopyFrom(version.secrets)
             desired.traceparent = tracing.traceparent(version.span) if version.span else ""
+        mine = {shard.index for shard in desired.shards}
+        for index, places in version.erasures.places.items():
+            if index in mine:
+                desired.erased.add(index=index, places=places)
+        desired.tombstones = version.tombstones
         desired.plan.CopyFrom(pinned.to_load_plan(version.attempt, with_splits=reads))
         return desired
 
@@ -487,6 +492,8 @@ class Holdings:
         shard.num_rows, shard.num_bytes = sealed.num_rows, sealed.num_bytes
         shard.checksum = sealed.checksum
         shard.nulls.update(sealed.nulls)
+        if shard.index not in self.version.unerased:
+            shard.erased = self.version.erasures.places.get(shard.index, b"")
 
     def _locations(self, node_ids: Set[str]) -> list[str]:
         return [self._members[node_id].node.flight_location for node_id in sorted(node_ids)]

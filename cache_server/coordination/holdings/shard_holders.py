@@ -69,6 +69,7 @@ class ShardHolders:
         self._unrecorded: dict[int, set[str]] = {}
         self._num_sealed = 0
         self._has_starts = False
+        self._erasures = version.erasures
 
     def update(
         self, alive: Set[str], said_by: Callable[[str], pb.ActualDataset], as_of: object
@@ -107,6 +108,9 @@ class ShardHolders:
         outdated = set().union(*(self._unrecorded.get(index, ()) for index in new))
         self._num_sealed = len(sealed)
         has_starts = self._version.row_starts() is not None
+        if self._erasures is not self._version.erasures:
+            self._erasures = self._version.erasures
+            return self.reports.keys()
         if has_starts and not self._has_starts:
             self._has_starts = True
             return self.reports.keys()
@@ -128,6 +132,8 @@ class ShardHolders:
                 report.has_trouble = True
             else:
                 report.saying.append(index)
+                if version.is_outdated(shard):
+                    continue
                 if node_id in proven.get(index, ()):
                     report.holding.append(index)
                     if starts and shard.rows_fixed and shard.row_start == starts[index]:

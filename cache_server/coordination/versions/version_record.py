@@ -20,6 +20,7 @@ from cache_protocol.errors import (
     some_of,
 )
 from cache_protocol.storage.row_index import row_starts
+from cache_protocol.storage.row_sets import RowIds
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.wire import tracing
 from cache_server.auth.principals import Principal, Role
@@ -30,8 +31,8 @@ from cache_server.coordination.catalogue import (
     SealedSummary,
 )
 from cache_server.coordination.catalogue_store import CatalogueLostError
+from cache_server.coordination.erasures import Erasures
 from cache_server.coordination.members.ended_nodes import WHOLE_QUERY, EndedNodes
-from cache_server.coordination.versions.erasures import Erasures
 from cache_server.coordination.versions.load_run import LoadRun
 from cache_server.coordination.versions.states import TRANSITIONS, State, Step
 from cache_server.coordination.versions.writes import ChosenRows, puts_of
@@ -130,6 +131,8 @@ class VersionRecord:
         evictions: since the coordinator started; also one before.
         recall_error: why it could not be loaded again when it was last read; None: it could.
         erasures: its rows that were forgotten.
+        unerased: the shards whose record is of before their last erasure, or may be.
+        tombstones: the number of the last act on its dataset.
     """
 
     pinned: PinnedVersion
@@ -163,6 +166,8 @@ class VersionRecord:
     evictions: int = 0
     recall_error: CacheError | None = None
     erasures: Erasures = field(default_factory=Erasures)
+    unerased: set[int] = field(default_factory=set)
+    tombstones: int = 0
     _row_starts: tuple[int, ...] | None = field(default=None, init=False, repr=False)
     _sums: SealedSums = field(default_factory=SealedSums, init=False, repr=False)
 
@@ -187,6 +192,7 @@ class VersionRecord:
             evictions=int(entry.evicted),
         )
         version.erasures = Erasures(entry.erased, version.row_starts() or ())
+        version.unerased = set(version.erasures.places)
         if entry.log is not None:
             version.log = SealedGroups(entry.log.log_id, entry.log.groups)
             for index, sealed in entry.log.sealed.items():
@@ -224,6 +230,9 @@ class VersionRecord:
         self.reused = same_shards(self.pinned.shards or (), base.pinned.shards or ())
         for index, other in self.reused.items():
             self.sealed.setdefault(index, base.sealed[other])
+            self.erasures.note(index, base.erasures.places.get(other, b""))
+            if other in base.unerased:
+                self.unerased.add(index)
         if placement:
             self.homes = tuple(
                 placement[self.reused[index]] if index in self.reused else ()
@@ -395,6 +404,8 @@ class VersionRecord:
                     self.fail(self.load_error(shard.failure, may_pass=shard.failure_may_pass))
             elif not shard.sealed:
                 continue
+            elif self._takes_erasure(shard):
+                recorded.add(shard.index)
             elif shard.index in self.sealed:
                 if not self.agrees(shard):
                     is_contradicted = True
@@ -404,6 +415,7 @@ class VersionRecord:
                 self.sealed[shard.index] = SealedSummary(
                     shard.num_rows, shard.num_bytes, shard.checksum, dict(shard.nulls)
                 )
+                self.erasures.note(shard.index, shard.erased)
                 recorded.add(shard.index)
             else:
                 waiting.add(shard.index)
@@ -413,6 +425,50 @@ class VersionRecord:
         if is_contradicted:
             self.contradicted.add(node_id)
         return recorded
+
+    def _takes_erasure(self, shard: pb.ActualShard) -> bool:
+        """Makes the record of a shard anew, if this is the first one whose rows are erased."""
+        known = self.sealed.get(shard.index)
+        if known is None or shard.index not in self.unerased or self.is_outdated(shard):
+            return False
+        if (known.num_rows, known.num_bytes) != (shard.num_rows, shard.num_bytes):
+            return False
+        self.unerased.discard(shard.index)
+        self.sealed[shard.index] = replace(known, checksum=shard.checksum)
+        return True
+
+    def is_outdated(self, shard: pb.ActualShard) -> bool:
+        """Whether a sealed shard still has rows that were forgotten: it does not count."""
+        return not self.erasures.has(shard.index, shard.erased)
+
+    def erase(self, number: int, rows: RowIds, catalogue: Catalogue) -> None:
+        """Adds the rows of an act; nodes erase them.
+
+        Raises:
+            OSError: the catalogue cannot be written. Then nothing has changed.
+        """
+        if any(act.number == number for act in self.erasures.acts):
+            return
+        made = self.erasures.with_act(number, rows, self.row_starts() or ())
+        self._take_erasures(made, catalogue)
+
+    def erase_noted(self, catalogue: Catalogue) -> None:
+        """Makes what its load left out the rows of an act.
+
+        Raises:
+            OSError: as `erase`.
+        """
+        if self.erasures.has_noted and (starts := self.row_starts()):
+            self._take_erasures(self.erasures.with_noted(self.tombstones, starts), catalogue)
+
+    def _take_erasures(self, erasures: Erasures, catalogue: Catalogue) -> None:
+        self.erasures.has_noted = False
+        if erasures is self.erasures:
+            return
+        catalogue.write_erased(self.pinned.key, erasures.acts)
+        changed = {i for i, p in erasures.places.items() if p != self.erasures.places.get(i)}
+        self.erasures = erasures
+        self.unerased |= changed
 
     def forget_claims(self, node_id: str) -> None:
         """Forgets which shards of a node had no record, or another one."""
@@ -438,7 +494,8 @@ class VersionRecord:
         if known is None:
             return False
         if self.pinned.shards is None or self.pinned.is_written:
-            return known.checksum == shard.checksum
+            same = known.num_rows == shard.num_rows and self.is_outdated(shard)
+            return same or known.checksum == shard.checksum
         return known.num_rows == shard.num_rows
 
     def contradiction(self, shard: pb.ActualShard, node_id: str) -> str:

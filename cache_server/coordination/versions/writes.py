@@ -383,6 +383,10 @@ class Writes:
                 messages.append(message)
         return messages
 
+    def open_of(self, dataset: str) -> list[str]:
+        """The open writes of a dataset."""
+        return [w.write_id for w in self._open.values() if w.spec.name == dataset]
+
     def is_open(self, put: PutKey) -> bool:
         """Whether a put may be chosen yet."""
         return put.write_id in self._open

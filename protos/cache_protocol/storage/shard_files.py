@@ -68,6 +68,7 @@ class SealedShard:
     Attributes:
         num_bytes: size of the file.
         nulls: unit of null bits -> its nulls, if there are any: see `flat_columns`.
+        erased: a row set of the rows whose bytes are erased, in base64: see `row_sets`.
         digests: of the pieces of the file, joined; in a line above, which older releases ignore,
             with a digest of this line. Empty: unknown.
     """
@@ -78,6 +79,7 @@ class SealedShard:
     checksum: str
     nulls: Mapping[str, int] = field(default_factory=dict, hash=False)
     digests: bytes = field(default=b"", repr=False, compare=False)
+    erased: str = field(default="", repr=False)
 
 
 MAPS_PER_SHARD = 2  # of a `MappedShard`
@@ -111,6 +113,7 @@ class MappedShard:
         layout: of the batch.
         matrices: stored column -> ``[rows, width]`` view, for packed and matrix columns.
         file: the second mapping.
+        address: of the first byte of the file in memory.
 
     Raises:
         OSError: there is no such file, or it cannot be mapped.
@@ -126,6 +129,7 @@ class MappedShard:
             self._stamp = _stamp(os.fstat(file.fileno()))
             self._bytes = file.read_buffer(self.file.size)
             address: int = self._bytes.address
+            self.address = address
             self._check_messages()
             self.batch: pa.RecordBatch = pa.ipc.open_file(file).get_batch(0)
         self.batch.validate()  # the sizes of all buffers
@@ -145,6 +149,11 @@ class MappedShard:
         self._offsets = {
             index: int(matrix.ctypes.data) - address for index, matrix in self.matrices.items()
         }
+
+    @property
+    def erased(self) -> bytes:
+        """A row set of the rows whose bytes are erased."""
+        return base64.b64decode(self.sealed.erased)
 
     def renamed(self, sealed: SealedShard, path: Path) -> MappedShard:
         """The same mapping for another name of the file; much faster than a second one."""
@@ -373,12 +382,13 @@ def _is_valid(sealed: SealedShard) -> bool:
         all(isinstance(number, int) and number >= 0 for number in numbers)
         and isinstance(sealed.checksum, str)
         and isinstance(sealed.nulls, dict)
+        and isinstance(sealed.erased, str)
     )
 
 
 def manifest_lines(sealed: SealedShard) -> str:
     """The manifest lines of a shard."""
-    content = {key: value for key, value in asdict(sealed).items() if value != {}}
+    content = {key: value for key, value in asdict(sealed).items() if value not in ({}, "")}
     digests = base64.b64encode(content.pop(_DIGESTS)).decode()
     line = json.dumps(content)
     if not digests:

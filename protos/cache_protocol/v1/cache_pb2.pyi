@@ -2432,6 +2432,7 @@ class DesiredShard(google.protobuf.message.Message):
     CHECKSUM_FIELD_NUMBER: builtins.int
     NULLS_FIELD_NUMBER: builtins.int
     SAME_AS_FIELD_NUMBER: builtins.int
+    ERASED_FIELD_NUMBER: builtins.int
     index: builtins.int
     row_start: builtins.int
     """if rows_fixed of the dataset"""
@@ -2439,6 +2440,8 @@ class DesiredShard(google.protobuf.message.Message):
     """of the file to copy"""
     num_rows: builtins.int
     checksum: builtins.str
+    erased: builtins.bytes
+    """of the file to copy: see ActualShard"""
     @property
     def splits(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Split]: ...
     @property
@@ -2467,9 +2470,10 @@ class DesiredShard(google.protobuf.message.Message):
         checksum: builtins.str = ...,
         nulls: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
         same_as: Global___SameShard | None = ...,
+        erased: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["same_as", b"same_as"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["checksum", b"checksum", "copy_from", b"copy_from", "index", b"index", "nulls", b"nulls", "num_bytes", b"num_bytes", "num_rows", b"num_rows", "row_start", b"row_start", "same_as", b"same_as", "splits", b"splits"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["checksum", b"checksum", "copy_from", b"copy_from", "erased", b"erased", "index", b"index", "nulls", b"nulls", "num_bytes", b"num_bytes", "num_rows", b"num_rows", "row_start", b"row_start", "same_as", b"same_as", "splits", b"splits"]) -> None: ...
 
 Global___DesiredShard: typing_extensions.TypeAlias = DesiredShard
 
@@ -3784,6 +3788,7 @@ class OpenWrite(google.protobuf.message.Message):
     FULL_WAIT_S_FIELD_NUMBER: builtins.int
     COMMITTED_FIELD_NUMBER: builtins.int
     SCHEMA_DIGEST_FIELD_NUMBER: builtins.int
+    TOMBSTONES_FIELD_NUMBER: builtins.int
     write_id: builtins.str
     dataset: builtins.str
     target_shard_bytes: builtins.int
@@ -3794,6 +3799,8 @@ class OpenWrite(google.protobuf.message.Message):
     """it takes no more rows"""
     schema_digest: builtins.str
     """SHA-256 of the schema message, in hexadecimal"""
+    tombstones: builtins.int
+    """see DesiredDataset"""
     def __init__(
         self,
         *,
@@ -3804,8 +3811,9 @@ class OpenWrite(google.protobuf.message.Message):
         full_wait_s: builtins.float = ...,
         committed: builtins.bool = ...,
         schema_digest: builtins.str = ...,
+        tombstones: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["committed", b"committed", "dataset", b"dataset", "full_wait_s", b"full_wait_s", "nulls", b"nulls", "schema_digest", b"schema_digest", "target_shard_bytes", b"target_shard_bytes", "write_id", b"write_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["committed", b"committed", "dataset", b"dataset", "full_wait_s", b"full_wait_s", "nulls", b"nulls", "schema_digest", b"schema_digest", "target_shard_bytes", b"target_shard_bytes", "tombstones", b"tombstones", "write_id", b"write_id"]) -> None: ...
 
 Global___OpenWrite: typing_extensions.TypeAlias = OpenWrite
 

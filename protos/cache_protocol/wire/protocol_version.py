@@ -16,6 +16,7 @@ from cache_protocol.errors import RequestError
 PROTOCOL = 2
 _OF_THE_SILENT = 1  # the releases before 2 told no version
 _HEADER = "cache-protocol"
+ERASES_ROWS = 2  # from this version on, nodes erase rows that were forgotten
 ASKS_FOR_HELD_SHARDS = 2  # from this version on, nodes know the action "held-shards"
 
 

@@ -35,12 +35,14 @@ class Erasures:
         places: shard -> a row set of all rows that are to be erased in it. Until every shard is
             sealed, they are in no act: a load left them out.
         num_rows: of all acts.
+        has_noted: places may be in no act yet.
     """
 
     def __init__(self, acts: Iterable[ErasedRows] = (), starts: Sequence[int] = ()) -> None:
         self.acts: tuple[ErasedRows, ...] = ()
         self.places: dict[int, bytes] = {}
         self.num_rows = 0
+        self.has_noted = False
         for act in acts:
             self._append(act, starts)
 
@@ -59,7 +61,8 @@ class Erasures:
 
     def note(self, index: int, erased: bytes) -> None:
         """Notes the rows that a load left out of a shard."""
-        if erased:
+        if erased and self.places.get(index) != erased:
+            self.has_noted = True
             self.places[index] = union(self.places.get(index, b""), erased)
 
     def with_act(self, number: int, rows: RowIds, starts: Sequence[int]) -> Erasures:
