@@ -61,10 +61,8 @@ class Forgotten:
         """
         try:
             found = json.loads(attestation) if isinstance(attestation, str) else attestation
-            found = found.get("statement", found)
-            versions = found["versions"]
-            names = [each if isinstance(each, str) else each["fingerprint"] for each in versions]
-            return cls(int(found.get("number", found.get("act"))), frozenset(names))
+            found = found.get("attestation", found)
+            return cls(int(found["number"]), frozenset(found["versions"]))
         except (AttributeError, KeyError, TypeError, ValueError):
             raise ConfigError(
                 "without must be the attestation of cachectl forget, JSON with a number and "

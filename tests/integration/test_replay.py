@@ -41,7 +41,7 @@ def reader(nodes: LocalCluster, name: str = "rows", **arguments: Any) -> CacheIt
 
 def attestation(dataset: CacheIterableDataset, number: int) -> str:
     version = dataset.fingerprint.partition("-")[0]
-    return json.dumps({"number": number, "versions": [{"fingerprint": version}]})
+    return json.dumps({"attestation": {"number": number, "versions": {version: {}}}})
 
 
 class Model:
