@@ -198,18 +198,7 @@ class Forgets:
                 version.save(state.catalogue)
                 for index, shard in about["shards"].items():
                     shard["after"] = version.sealed[int(index)].checksum
-        done = {
-            name: act[name]
-            for name in (
-                "number",
-                "dataset",
-                "by",
-                "reason",
-                "begun_s",
-                "versions",
-                "condition_mac",
-            )
-        }
+        done = {name: act[name] for name in _ATTESTED}
         if "conditions" in act:
             done["conditions"] = act["conditions"]
         before = [each["attestation"] for n, each in self._acts.items() if n < number]
