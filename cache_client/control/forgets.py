@@ -109,11 +109,11 @@ class Forgets:
         Later loads leave out rows with the same values. See docs/forget.md for what that means.
 
         Args:
-            where: SQL conditions over the columns, all of which hold.
+            where: SQL conditions over the columns; a row must fulfil all.
             reason: for the attestation; names no person.
             dry_run: only count the rows.
             keep_condition: write the conditions into the attestation: they may name a person.
-            timeout_s: to wait until no node has the rows. The act goes on afterwards.
+            timeout_s: to wait until no node has the rows. The cache continues the act afterwards.
             on_progress: called with the act while it waits.
 
         Returns:

@@ -129,7 +129,7 @@ class Forgetting:
             return self._state.forgets.public_key()
 
     def _versions(self, name: str) -> list[VersionRecord]:
-        """The versions of a dataset, all of which can be searched.
+        """The versions of a dataset; each can be searched.
 
         Raises:
             NotReadyError: one cannot; says why, and what to do. ConfigError: a node is too old.

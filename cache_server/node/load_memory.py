@@ -11,6 +11,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from contextvars import copy_context
 from operator import attrgetter
 from typing import Protocol, TypeVar
 
@@ -73,7 +74,8 @@ class LoadMemory:
     def run(self, job: Job, read: Callable[[], T]) -> T:
         """Runs ``read`` when the job is first in the queue and its memory is free.
 
-        A job that needs more than the whole limit runs alone.
+        A job that needs more than the whole limit runs alone. With a limit, ``read`` runs in
+        another thread, in the context of this one.
 
         Raises:
             LoadError: this node never has the memory for it; or what ``read`` raises.
@@ -85,7 +87,7 @@ class LoadMemory:
             with self._changed:
                 reader = self._idle.pop() if self._idle else ThreadPoolExecutor(1, "read")
             try:
-                return reader.submit(read).result()
+                return reader.submit(copy_context().run, read).result()
             finally:
                 with self._changed:
                     self._idle.append(reader)

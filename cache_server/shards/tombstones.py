@@ -1,7 +1,7 @@
 """Hashes of rows that were forgotten, by which later loads leave them out. Pure.
 
 A tombstone has 24 bytes: a quick hash of 8 that finds candidates among many rows, then a keyed
-BLAKE2b of 16 over the whole row. The key is of the cluster: without it, nobody can try values.
+BLAKE2b of 16 over the whole row. Only who has the key of the cluster can try values.
 """
 
 from __future__ import annotations

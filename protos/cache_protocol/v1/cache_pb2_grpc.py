@@ -253,7 +253,7 @@ class CoordinatorServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ForgetRows(self, request, context):
-        """Finds and records the rows to erase, and answers once the act is recorded: it goes on by itself.
+        """Finds and records the rows to erase, and answers once the act is recorded. The nodes then erase.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -566,7 +566,7 @@ class CoordinatorStub(typing.Generic[_CoordinatorCreateDatasetType, _Coordinator
     Heartbeat: _CoordinatorHeartbeatType
 
     ForgetRows: _CoordinatorForgetRowsType
-    """Finds and records the rows to erase, and answers once the act is recorded: it goes on by itself."""
+    """Finds and records the rows to erase, and answers once the act is recorded. The nodes then erase."""
 
     ListForgotten: _CoordinatorListForgottenType
 
@@ -791,7 +791,7 @@ class CoordinatorServicer(metaclass=abc.ABCMeta):
         request: cache_protocol.v1.cache_pb2.ForgetRowsRequest,
         context: _ServicerContext,
     ) -> typing.Union[cache_protocol.v1.cache_pb2.ForgetRowsResponse, collections.abc.Awaitable[cache_protocol.v1.cache_pb2.ForgetRowsResponse]]:
-        """Finds and records the rows to erase, and answers once the act is recorded: it goes on by itself."""
+        """Finds and records the rows to erase, and answers once the act is recorded. The nodes then erase."""
 
     @abc.abstractmethod
     def ListForgotten(
