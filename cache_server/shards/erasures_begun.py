@@ -8,7 +8,6 @@ from __future__ import annotations
 import base64
 import json
 import logging
-import os
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -34,19 +33,12 @@ logger = logging.getLogger(__name__)
 _FOLDER = ".erasing"
 
 
-def overwrite(
-    path: Path, sealed: SealedShard, places: bytes, names: Sequence[Path] = ()
-) -> SealedShard:
+def overwrite(path: Path, sealed: SealedShard, places: bytes) -> SealedShard:
     """Overwrites rows of a file, and says what it is sealed as now.
-
-    Args:
-        names: of the file; readers on this machine look at the manifests beside them.
 
     Raises:
         OSError: it cannot be written.
     """
-    for name in names:  # before a byte changes
-        os.utime(name.with_name(MANIFEST))
     # Without digests: those of a file that is erased for the second time are not known.
     erase(path, MappedShard(replace(sealed, digests=b""), path), decode_rows(places))
     digests = file_digests(path)

@@ -363,7 +363,7 @@ class ShardStore:
             }
             paths = [other.path for other in names.values()]
             with erasures_begun.noted(self.cache_dir, paths, places):
-                sealed = erasures_begun.overwrite(shard.path, shard.sealed, places, paths)
+                sealed = erasures_begun.overwrite(shard.path, shard.sealed, places)
                 for (name, at), other in names.items():
                     made = MappedShard(replace(sealed, index=at), other.path)
                     manifest.add(self._directory(name) / MANIFEST, made.sealed)

@@ -67,6 +67,7 @@ def test_only_errors_that_are_never_retried_are_request_errors() -> None:
 
     assert names == {
         *("RequestError", "DatasetNotFoundError", "InvalidRowsError", "InvalidTicketError"),
+        "ErasedRowsError",
         "InvalidImageError",
         "InvalidTextError",
         "SchemaError",

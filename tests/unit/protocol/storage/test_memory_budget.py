@@ -4,9 +4,9 @@ import pytest
 
 from cache_protocol.storage.memory_budget import (
     load_bytes,
-    loading_bytes,
     loads_at_once,
-    may_keep_freed_memory,
+    memory_of_container,
+    memory_of_machine,
     min_load_bytes,
     shard_bytes,
 )
@@ -21,12 +21,13 @@ def test_a_node_loads_a_shard_a_processor_from_two_to_eight(processors: int, exp
 
 @pytest.mark.parametrize("container", [2 * _GIB, 4 * _GIB, 6 * _GIB, 64 * _GIB])
 def test_shards_and_loads_together_leave_a_container_something(container: int) -> None:
-    assert 0 < container - shard_bytes(container) - loading_bytes(container) < _GIB // 4
-    assert loading_bytes(container, 0) == loading_bytes(container) + shard_bytes(container)
+    memory = memory_of_container(container)
+    assert memory.shard_limit_bytes == memory.most_shard_bytes == shard_bytes(container)
+    assert 0 < container - shard_bytes(container) - memory.loading_bytes < _GIB // 4
 
 
 def test_a_small_container_loads_three_shards_of_small_row_groups_at_once() -> None:
-    assert loading_bytes(4 * _GIB) // load_bytes(0) == 3
+    assert memory_of_container(4 * _GIB).loading_bytes // load_bytes(0) == 3
 
 
 @pytest.mark.parametrize("group", [0, 145 << 20, _GIB])
@@ -37,7 +38,11 @@ def test_a_load_needs_more_than_it_takes_at_the_least(group: int) -> None:
 
 @pytest.mark.parametrize(
     ("container", "expected"),
-    [(None, True), (4 * _GIB, False), (8 * _GIB, False), (32 * _GIB, True)],
+    [(4 * _GIB, False), (8 * _GIB, False), (32 * _GIB, True)],
 )
-def test_freed_memory_is_kept_where_there_is_enough(container: int | None, expected: bool) -> None:
-    assert may_keep_freed_memory(container) is expected
+def test_freed_memory_is_kept_where_there_is_enough(container: int, expected: bool) -> None:
+    assert memory_of_container(container).may_keep_freed is expected
+
+
+def test_freed_memory_is_kept_where_nothing_limits_a_node() -> None:
+    assert memory_of_machine(_GIB, None, None, share=1.0, in_memory=True).may_keep_freed
