@@ -102,7 +102,7 @@ def main() -> None:
     arguments = parse_arguments()
     client = TrainerClient()
     name = client.train(
-        runtime="torch-distributed-data-cache",
+        runtime=arguments.runtime,
         initializer=Initializer(
             dataset=HuggingFaceDatasetInitializer(
                 storage_uri=arguments.storage_uri, access_token=os.environ.get("HF_TOKEN")
@@ -122,7 +122,7 @@ def main() -> None:
             resources_per_node={"cpu": 1, "memory": "4Gi"}
             | ({"gpu": arguments.gpu} if arguments.gpu else {}),
         ),
-        options=[cache_options(columns=["image", "label"])],
+        options=[cache_options(runtime=arguments.runtime, columns=["image", "label"])],
     )
     print(f"TrainJob {name} is created", flush=True)
     # The trainers start when the cache is loaded.
@@ -139,6 +139,7 @@ def parse_arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("storage_uri", nargs="?", default=TRAIN_IMAGES, help="hf://ORG/NAME/FILES")
+    parser.add_argument("--runtime", default="torch-distributed-data-cache")
     parser.add_argument("--num-nodes", type=int, default=2, help="machines that train")
     parser.add_argument("--gpu", type=int, default=0, help="of each of them")
     parser.add_argument("--epochs", type=int, default=3)
