@@ -152,6 +152,7 @@ class AzureStub(_Stub):
 class HubStub(_Stub):
     """As much of the Hub's API as huggingface_hub needs to read one dataset."""
 
+    dataset: ClassVar[str] = "tatsu-lab/alpaca"
     files: ClassVar[dict[str, bytes]] = {}
     seen: ClassVar[list[tuple[str, str, str]]] = []
     failures: ClassVar[list[int]] = []
@@ -160,12 +161,12 @@ class HubStub(_Stub):
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0)).decode()
         self.seen.append((self.command, self.path, self.headers.get("Authorization", "")))
         parts = urlsplit(self.path)
-        kind, _, rest = parts.path.removeprefix("/api/datasets/tatsu-lab/alpaca").partition("/main")
-        answer: Any = {"id": "tatsu-lab/alpaca", "sha": "0" * 40, "siblings": []}
+        kind, _, rest = parts.path.removeprefix(f"/api/datasets/{self.dataset}").partition("/main")
+        answer: Any = {"id": self.dataset, "sha": "0" * 40, "siblings": []}
         if self.failures and ("/paths-info" in parts.path or "/resolve/" in parts.path):
             self._answer(self.failures.pop(), b"{}", {})
             return
-        if not re.match("(/api)?/datasets/tatsu-lab/alpaca(/|$)", parts.path):
+        if not re.match(f"(/api)?/datasets/{self.dataset}(/|$)", parts.path):
             self._answer(404, b"{}", {"X-Error-Code": "RepoNotFound"})
             return
         if "/nowhen" in parts.path:

@@ -188,6 +188,6 @@ def test_the_trainer_of_transformers_gets_one_clear_error_for_the_dataset(found:
 
 def test_every_snippet_of_the_page_runs_on_two_ranks(found: Found) -> None:
     cases = of_both(found["snippets_of_the_page"])
-    assert len(cases) == 11
+    assert len(cases) == 12
     for block, ranks in cases.items():
         assert ranks == ["ran", "ran"], block

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import io
 import json
 import os
 import re
@@ -17,8 +18,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from PIL import Image
 from pyiceberg.catalog.sql import SqlCatalog
 
 from cache_client import CacheClient, DatasetSpec
@@ -55,10 +59,11 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run_example(
     trainer: TrainerCluster,
     *arguments: str,
+    script: str = "kubeflow_sdk.py",
     credentials: dict[str, str] | None = None,
     **environment: str,
 ) -> tuple[Json, Finished, str]:
-    """The TrainJob that examples/kubeflow_sdk.py made, its run, and what the example printed.
+    """The TrainJob that a script of examples/ made, its run, and what the script printed.
 
     Args:
         credentials: in the environment of the example.
@@ -67,7 +72,7 @@ def run_example(
     prefixes = ("AWS_", "HF_", "KUBE")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(prefixes)}
     with forked_python.Popen(
-        [sys.executable, str(EXAMPLES / "kubeflow_sdk.py"), *arguments],
+        [sys.executable, str(EXAMPLES / script), *arguments],
         env={**kept, "KUBECONFIG": str(trainer.kubeconfig), **(credentials or {})},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -177,6 +182,54 @@ def test_an_iceberg_table_of_the_sdks_cache_initializer_is_cached_and_trained_on
     assert_every_row_once(printed.splitlines(), table, epochs=2, ranks=1)
 
 
+def fashion(num_images: int) -> tuple[bytes, list[int]]:
+    """A Parquet file as FashionMNIST has them, and its labels: noise, and a bar for each class."""
+    rng = np.random.default_rng(0)
+    pixels = rng.integers(0, 100, (num_images, 28, 28), np.uint8)
+    labels = [number % 10 for number in range(num_images)]
+    images = []
+    for picture, label in zip(pixels, labels, strict=True):
+        picture[2 * label + 4 : 2 * label + 6] += 150
+        png = io.BytesIO()
+        Image.fromarray(picture).save(png, "PNG")
+        images.append({"bytes": png.getvalue(), "path": None})
+    kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    file = io.BytesIO()
+    pq.write_table(pa.table({"image": pa.array(images, kind), "label": labels}), file)
+    return file.getvalue(), labels
+
+
+@pytest.mark.timeout(240)
+def test_the_quick_start_of_trainer_learns_fashion_mnist_from_the_cache(
+    trainer: TrainerCluster,
+) -> None:
+    file, labels = fashion(600)
+    files = {
+        "fashion_mnist/train-00000-of-00001.parquet": file,
+        "fashion_mnist/test-00000-of-00001.parquet": fashion(10)[0],
+    }
+    of_hub = {"dataset": "zalando-datasets/fashion_mnist", "files": files, "seen": []}
+    with Served(type("Hub", (HubStub,), of_hub)) as endpoint:
+        job, _, printed = run_example(
+            trainer,
+            # What `pip` would fetch, the environment of this test has.
+            *("--epochs", "2", "--batch-size", "20", "--packages", ""),
+            script="fashion_mnist.py",
+            credentials={"HF_TOKEN": "hush-hush"},
+            HF_ENDPOINT=endpoint,
+        )
+    assert job["spec"]["trainer"]["numNodes"] == 2
+    reports = re.findall(
+        r"epoch (\d): loss \S+, accuracy (\S+)%, (\d+) of (\d+) images by (\d) ranks, (\d+) diff",
+        printed,
+    )
+    assert [int(epoch) for epoch, *_ in reports] == [0, 1]
+    for _, _, *counts in reports:
+        # No two of its images are equal: each came exactly once.
+        assert [int(count) for count in counts] == [len(labels), len(labels), 2, len(labels)]
+    assert float(reports[-1][1]) > 90, printed
+
+
 @pytest.fixture
 def sdk_client(trainer: TrainerCluster) -> Iterator[Any]:
     """The SDK's client of the cluster, in this process."""
@@ -269,12 +322,16 @@ def test_the_job_has_the_trainers_of_the_sdk_call(trainer: TrainerCluster, sdk_c
     assert spec["trainer"]["env"] == [{"name": "NCCL_DEBUG", "value": "INFO"}]
 
 
-def test_what_the_sdk_ships_survives_a_shell() -> None:
-    source = (EXAMPLES / "kubeflow_sdk.py").read_text()
+@pytest.mark.parametrize(
+    ("script", "function"),
+    [("kubeflow_sdk.py", "train"), ("fashion_mnist.py", "train_fashion_mnist")],
+)
+def test_what_the_sdk_ships_survives_a_shell(script: str, function: str) -> None:
+    source = (EXAMPLES / script).read_text()
     (train,) = (
         node
         for node in ast.parse(source).body
-        if isinstance(node, ast.FunctionDef) and node.name == "train"
+        if isinstance(node, ast.FunctionDef) and node.name == function
     )
     text = ast.get_source_segment(source, train)
     assert text is not None
