@@ -75,6 +75,7 @@ PURE_MODULES = (
     "cache_server/coordination/erasures.py",
     "cache_server/coordination/versions/eviction.py",
     "cache_server/coordination/versions/file_fates.py",
+    "cache_server/coordination/versions/sealed_groups.py",
     "cache_server/coordination/versions/states.py",
     "cache_server/election/lease.py",
     "cache_server/jobs/agreement.py",
