@@ -10,11 +10,10 @@ threads, so that heartbeats and health are always answered.
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,6 +36,7 @@ from cache_server.coordination.coordinator import Coordinator
 from cache_server.coordination.versions.writes import Chosen, require_small_schema
 from cache_server.jobs.job import MOST_RANKS
 from cache_server.rpc import planning_slots
+from cache_server.rpc.call_threads import PooledHandler, RunningCalls, TimedPool
 from cache_server.rpc.callbacks import Callbacks, member_service
 from cache_server.rpc.control_calls import CallerInterceptor, abort, caller_of
 from cache_server.rpc.planning_slots import PlanningSlots
@@ -46,7 +46,6 @@ logger = logging.getLogger(__name__)
 
 LIVE, READY = "live", "ready"
 _HANDLER_THREADS = 64  # for verbs that do not wait
-_PATIENCE_S = 1.0  # a caller that gives up earlier did not wait for this node
 _HEARTBEAT_THREADS = 8  # they wait for one lock, and a call is dearer with more idle threads
 _WATCHING_THREADS = 64  # half for long watches, half for watches that answer once
 _MIN_PING_INTERVAL_MS = 1_000
@@ -98,7 +97,7 @@ class ControlService:
                 "--control-port"
             ) from None
         self._credentials = tls or NO_CREDENTIALS
-        self._planning_calls = _RunningCalls()
+        self._planning_calls = RunningCalls()
         self._health = health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self.set_ready(False)
@@ -170,7 +169,7 @@ class CoordinatorServicer(cache_pb2_grpc.CoordinatorServicer):
     def __init__(
         self,
         coordinator: Callable[[], Coordinator],
-        planning_calls: _RunningCalls,
+        planning_calls: RunningCalls,
         callbacks: Callbacks,
     ) -> None:
         self._callbacks = callbacks
@@ -181,7 +180,7 @@ class CoordinatorServicer(cache_pb2_grpc.CoordinatorServicer):
         self._short_maps = _ShortMaps()
         planning = ThreadPoolExecutor(planning_slots.THREADS, thread_name_prefix="planning")
         watching = ThreadPoolExecutor(_WATCHING_THREADS, thread_name_prefix="watching")
-        beating = _TimedPool(_HEARTBEAT_THREADS, thread_name_prefix="heartbeats")
+        beating = TimedPool(_HEARTBEAT_THREADS, thread_name_prefix="heartbeats")
         self._beating = beating
         for verb, threads in (
             ("CreateDataset", planning),
@@ -190,7 +189,7 @@ class CoordinatorServicer(cache_pb2_grpc.CoordinatorServicer):
             ("WatchDataset", watching),
             ("Heartbeat", beating),
         ):
-            setattr(self, verb, _PooledHandler(getattr(self, verb), threads))
+            setattr(self, verb, PooledHandler(getattr(self, verb), threads))
 
     @property
     def _coordinator(self) -> Coordinator:
@@ -513,100 +512,6 @@ class _ShortMaps:
                 for old in [*self._known][:-_MOST_KNOWN]:
                     del self._known[old]
             return self._known[key]
-
-
-class _RunningCalls:
-    """Counts running calls. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._count = 0
-
-    @contextmanager
-    def call(self) -> Iterator[None]:
-        """Counts one call."""
-        with self._changed:
-            self._count += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._count -= 1
-                self._changed.notify_all()
-
-    def have_ended(self, timeout_s: float) -> bool:
-        """Waits up to ``timeout_s``; returns whether no call runs."""
-        with self._changed:
-            return self._changed.wait_for(lambda: not self._count, timeout_s)
-
-
-class _TimedPool(ThreadPoolExecutor):
-    """A pool that knows how long its oldest call has not ended. Thread-safe.
-
-    It also knows when a call came that was never read: grpc reads the request of a call in the
-    pool, and not at all if the caller has given up by then.
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._lock = threading.Lock()
-        self._begun: dict[Future[Any], float] = {}  # the oldest first
-        self._unread_at = -math.inf
-        self._call = threading.local()
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Runs a call in the pool."""
-        came_at = time.monotonic()
-
-        def run() -> Any:
-            waited_s = time.monotonic() - came_at
-            self._call.is_read = False
-            try:
-                return fn(*args, **kwargs)
-            finally:
-                if not self._call.is_read and waited_s > _PATIENCE_S:
-                    with self._lock:
-                        self._unread_at = max(self._unread_at, came_at)
-
-        with self._lock:
-            future = super().submit(run)
-            self._begun[future] = came_at
-        future.add_done_callback(self._forget)
-        return future
-
-    def note_read(self) -> None:
-        """Notes that the call of this thread has its request."""
-        self._call.is_read = True
-
-    def unread_at(self) -> float:
-        """When the last call came that waited and was not read, in monotonic seconds."""
-        return self._unread_at
-
-    def waiting_since(self) -> float:
-        """When the oldest call came that has not ended, in monotonic seconds; else infinite."""
-        with self._lock:
-            return next(iter(self._begun.values()), math.inf)
-
-    def _forget(self, future: Future[Any]) -> None:
-        with self._lock:
-            del self._begun[future]
-
-
-class _PooledHandler:
-    """A handler whose calls run in a given thread pool.
-
-    Attributes:
-        experimental_thread_pool: the pool; grpc looks for this attribute.
-    """
-
-    def __init__(self, handler: Callable[..., Any], threads: ThreadPoolExecutor) -> None:
-        self._handler = handler
-        self.experimental_thread_pool = threads
-
-    def __call__(self, request: Any, context: grpc.ServicerContext) -> Any:
-        if isinstance(self.experimental_thread_pool, _TimedPool):
-            self.experimental_thread_pool.note_read()
-        return self._handler(request, context)
 
 
 @contextmanager

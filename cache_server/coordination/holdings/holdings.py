@@ -14,6 +14,7 @@ from cache_protocol.errors import CacheError, LoadError, NodeUnavailableError, s
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.wire import tracing
 from cache_server.coordination.holdings.holder_checks import HolderChecks
+from cache_server.coordination.holdings.progress import load_progress
 from cache_server.coordination.holdings.shard_holders import NOTHING, ShardHolders
 from cache_server.coordination.members.clusters import Cluster
 from cache_server.coordination.members.ended_nodes import WHOLE_QUERY
@@ -559,7 +560,7 @@ class Holdings:
             fingerprint=version.pinned.key.fingerprint,
             num_bytes=version.sealed_sums().num_bytes,
             nulls=version.sealed_sums().nulls,
-            progress=self._progress(),
+            progress=load_progress(version, self._holders),
             notes=sorted(version.notes),
             erasures=len(version.erasures.acts),
             erased_rows=version.erasures.num_rows,
@@ -583,26 +584,3 @@ class Holdings:
         if (starts := version.row_starts()) is not None:
             info.num_rows = starts[-1]
         return info
-
-    def _progress(self) -> pb.LoadProgress:
-        version, sums = self.version, self.version.sealed_sums()
-        partial: dict[int, int] = {}
-        whole, files, waits = 0, 0, ""
-        for report in self._holders.reports.values():
-            whole += report.actual.rows_loaded
-            files += report.actual.files_read
-            waits = max(waits, report.actual.waits)
-            for index, rows in report.loading.items():
-                if index not in version.sealed:
-                    partial[index] = max(partial.get(index, 0), rows)
-        done = sums.num_rows + sum(partial.values())
-        return pb.LoadProgress(
-            shards_done=len(self._holders.saying if version.state.was_served else version.sealed),
-            shards_total=version.num_shards or 0,
-            rows_done=max(done, whole),
-            estimated_rows=version.pinned.max_rows,
-            bytes_done=sums.num_bytes,
-            waits=waits,
-            shards_reused=len(version.reused),
-            files_read=files,
-        )

@@ -9,7 +9,8 @@ from cache_protocol.datasets.dataset_spec import DatasetSpec
 from cache_protocol.errors import CacheError, DatasetNotFoundError, StaleVersionError, some_of
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.auth.principals import EVERYTHING, Viewer
-from cache_server.coordination.catalogue import CatalogueEntry, DamagedEntries
+from cache_server.coordination.catalogue import CatalogueEntry
+from cache_server.coordination.damaged_entries import DamagedEntries
 from cache_server.coordination.versions.version_record import VersionRecord
 from cache_server.coordination.versions.writes import write_ids
 from cache_server.plan.pinned_version import PinnedVersion

@@ -26,7 +26,7 @@ from cache_server.coordination.catalogue import Catalogue
 from cache_server.coordination.coordinator import Coordinator
 from cache_server.node import coordinator_link
 from cache_server.node.coordinator_link import RemoteCoordinator
-from cache_server.rpc import control_service
+from cache_server.rpc import call_threads, control_service
 from cache_server.rpc.control_service import ControlService
 from tests.answering_control import answering_control
 from tests.waiting import wait_until
@@ -200,7 +200,7 @@ def test_no_node_counts_as_silent_while_reports_wait_to_be_taken(
 def test_a_report_whose_node_gave_up_before_it_was_read_is_noted(
     coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch, beat: pb.HeartbeatRequest
 ) -> None:
-    monkeypatch.setattr(control_service, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(call_threads, "_PATIENCE_S", 0.0)
     monkeypatch.setattr(control_service, "_HEARTBEAT_THREADS", 1)
     membership = coordinator.state.membership
     with (

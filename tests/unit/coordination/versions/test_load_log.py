@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.coordination.coordinator import Coordinator
-from cache_server.coordination.versions import version_record
+from cache_server.coordination.versions.sealed_groups import SealedGroups
 from tests.conftest import numbered_table
 from tests.fake_nodes import (
     FILES,
@@ -38,7 +38,7 @@ def groups_of(coordinator: Coordinator, name: str = "table") -> Groups:
 @given(st.integers(0, 60), st.integers(1, 20), st.integers())
 def test_groups_divide_the_shards_and_grow(num_shards: int, at_once: int, seed: int) -> None:
     order = random.Random(seed).sample(range(num_shards), num_shards)
-    log = version_record.SealedGroups("log")
+    log = SealedGroups("log")
     for stop in range(0, num_shards + at_once, at_once):
         group = log.next_group(set(order[:stop]), num_shards)
         assert set(group) <= set(order[:stop]) and list(group) == sorted(group)
@@ -50,7 +50,7 @@ def test_groups_divide_the_shards_and_grow(num_shards: int, at_once: int, seed: 
 
 
 def test_ten_thousand_shards_have_few_groups_and_the_first_is_one_shard() -> None:
-    log, sealed = version_record.SealedGroups("log"), dict[int, None]()
+    log, sealed = SealedGroups("log"), dict[int, None]()
     for index in range(10_000):
         sealed[index] = None
         if group := log.next_group(sealed.keys(), 10_000):
