@@ -398,7 +398,7 @@ def keep(
     timeout_s: TimeoutS = 30.0,
     as_json: AsJson = False,
 ) -> None:
-    """Pin a dataset, or set its priority: what stays when full."""
+    """Pin a dataset, or set its priority."""
     if pinned is None and priority is None:
         raise ConfigError("give --pinned, --not-pinned or --priority")
     client = client_of(endpoint, timeout_s=timeout_s)

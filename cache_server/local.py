@@ -290,7 +290,7 @@ class LocalCluster:
             "--node-timeout-s", str(settings.node_timeout_s),
             "--lease-s", str(settings.lease_s),
             "--allow-source", "",
-            "--memory-share", str(_NODES_SHARE / count),
+            f"--memory-share={_NODES_SHARE / count}",
         ]  # fmt: skip
         if not settings.huge_pages:
             self._arguments.append("--no-huge-pages")

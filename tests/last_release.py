@@ -23,6 +23,7 @@ from cache_server.local import LocalNode
 
 # The commit that clients and nodes in use were built from. A release sets it to its tag.
 LAST_RELEASE = "269737f43e97ab3d4d5db72601da0c14658d5275"
+_NEWER = "--memory-share="  # of a `LocalCluster`; that release does not know it
 _ROOT = Path(__file__).resolve().parents[1]
 _STEPS = _ROOT / "tests" / "steps_of_any_release.py"
 
@@ -92,6 +93,8 @@ def nodes_are_old(is_old: Callable[[Sequence[str]], bool]) -> Iterator[None]:
 
 
 def _spawn(node: LocalNode, command: Sequence[str], log_file: IO[bytes], *, is_old: bool) -> None:
+    if is_old:
+        command = [each for each in command if not each.startswith(_NEWER)]
     node._process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log_file, text=True,
         env=_environment(is_old), cwd=node.cache_dir,

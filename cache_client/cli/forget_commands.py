@@ -31,7 +31,7 @@ def forget(
     timeout_s: TimeoutS = 600.0,
     as_json: AsJson = False,
 ) -> None:
-    """Erase rows in all versions, on all nodes, with a proof.
+    """Erase rows everywhere, with a proof.
 
     Prints the attestation. The rows keep their numbers, and later loads leave them out.
     """

@@ -372,7 +372,10 @@ class Holdings:
         if starts is None or report is None or self._pinned.shards is None:
             return None
         assigned = self._assigned(node_id)
-        return (report, assigned, starts, self._pinned) if report.has_only(assigned) else None
+        if not report.has_only(assigned):
+            return None
+        erased = tuple(self.version.erasures.places.items()), self.version.tombstones
+        return report, assigned, starts, self._pinned, erased
 
     def loads(self, node_id: str) -> frozenset[int | None]:
         """The loads from the source that `desired` asks of a node."""
