@@ -26,8 +26,7 @@ from cache_protocol.storage.shard_files import (
     read_manifest,
     shard_file_name,
 )
-from cache_server.shards import adoption, node_name, state_files
-from cache_server.shards import store as store_module
+from cache_server.shards import adoption, node_name, removals, state_files
 from cache_server.shards.checksums import file_checksum, file_digests
 from cache_server.shards.draft import shard_writer
 from cache_server.shards.packing import ShardBuilder
@@ -880,15 +879,15 @@ def test_a_dropped_version_leaves_no_directory_behind(three_shards: Path) -> Non
 @pytest.fixture
 def held_up(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Everything counts as large, and is freed when the event is set."""
-    go_on, remove = threading.Event(), store_module.remove
+    go_on, remove = threading.Event(), removals.remove
 
     def wait_and_remove(path: Path) -> None:
         if path.name.startswith(".removed-"):
             assert go_on.wait(WAIT_S)
         remove(path)
 
-    monkeypatch.setattr(store_module, "remove", wait_and_remove)
-    monkeypatch.setattr(store_module, "_AT_ONCE_BYTES", 0)
+    monkeypatch.setattr(removals, "remove", wait_and_remove)
+    monkeypatch.setattr(removals, "_AT_ONCE_BYTES", 0)
     yield go_on
     go_on.set()
 
