@@ -1,17 +1,23 @@
-"""What a node knows of rows that were forgotten: the tombstones of datasets."""
+"""Forgets rows on a node: finds them, overwrites them, and knows the tombstones of datasets."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
+import numpy as np
 import pyarrow as pa
 
 from cache_protocol.errors import CacheError
+from cache_protocol.storage.row_sets import encode_rows
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.node.desired import DesiredState
-from cache_server.shards.tombstones import Tombstones
+from cache_server.node.row_values import RowValues
+from cache_server.node.version_state import VersionState, is_erased
+from cache_server.shards.resident_rows import ResidentRows
+from cache_server.shards.store import ShardStore
+from cache_server.shards.tombstones import Tombstones, tombstones_of
 from cache_server.shards.version_key import VersionKey
 
 logger = logging.getLogger(__name__)
@@ -54,6 +60,92 @@ class KnownTombstones:
         with self._lock:
             known = self._known.get(key.dataset)
         return b"" if known is None else known.find(batch)
+
+
+class Forgetting:
+    """Finds and overwrites rows in the shards of a node.
+
+    Args:
+        store: of the node.
+        states: of its versions, which the heartbeat thread changes.
+        lock: of the states.
+        row_values: of the node, which keeps values of rows.
+        tombstones: that the node knows.
+    """
+
+    def __init__(
+        self,
+        store: ShardStore,
+        states: Mapping[VersionKey, VersionState],
+        lock: threading.Lock,
+        row_values: RowValues,
+        tombstones: KnownTombstones,
+    ) -> None:
+        self._store = store
+        self._states = states
+        self._lock = lock
+        self._row_values = row_values
+        self._tombstones = tombstones
+
+    def find(self, rows: ResidentRows, request: pb.FindRowsRequest) -> pb.FindRowsResponse:
+        """The rows of a shard that fulfil conditions, with their tombstones.
+
+        Raises:
+            CacheError: as `RowValues.answer`.
+        """
+        start, stop = request.rows.start, request.rows.stop
+        _, pieces = self._row_values.answer(rows, start, stop, "", tuple(request.where))
+        places = pieces[0].to_numpy().astype(np.int64)
+        found = pb.FindRowsResponse(places=encode_rows(places))
+        if len(places):
+            shard = rows.shard_of(start)
+            found.tombstones = b"".join(tombstones_of(shard.batch, places, request.key))
+        return found
+
+    def erase(self, key: VersionKey, places: Mapping[int, bytes]) -> None:
+        """Overwrites rows of shards that are served no more, once no one reads them.
+
+        In the heartbeat thread, which tries again while someone does.
+
+        Args:
+            places: by shard, a row set.
+        """
+        sharing = {
+            name
+            for name, shards in self._store.versions().items()
+            for other in shards.values()
+            for index in places
+            if (mine := self._store.shards(key).get(index)) and other.inode == mine.inode
+        }
+        with self._lock:
+            states = [state for name in sharing if (state := self._states.get(name))]
+            for state in states:
+                state.retire_rows(places.keys() if state is self._states.get(key) else None)
+            if any(state.is_read for state in states):
+                return  # the next heartbeat tries again
+        for name in sharing:
+            self._row_values.forget(name)
+        for index, rows in places.items():
+            self._store.erase(key, index, rows)
+        with self._lock:
+            for state in states:
+                state.erasing = frozenset()
+
+    def note(self) -> None:
+        """Notes for each version which act is done on this node. In the heartbeat thread."""
+        for key, state in self._states.items():
+            desired, shards = state.desired, self._store.shards(key)
+            lacking = any(
+                index in shards and not is_erased(shards[index], rows)
+                for index, rows in desired.erased.items()
+            )
+            is_free = not (lacking or state.tables.is_used or self._store.is_removing)
+            state.forgot = nothing_older(
+                self._tombstones.number(key.dataset),
+                desired.tombstones,
+                [load.knows for load in state.unfinished().values()],
+                is_free=is_free,
+            )
 
 
 def nothing_older(known: int, wanted: int, began: Iterable[int], *, is_free: bool) -> int:
