@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 import numpy as np
 import pyarrow as pa
 
-from cache_protocol.errors import CacheError
+from cache_protocol.errors import CacheError, NodeUnavailableError
 from cache_protocol.storage.row_sets import encode_rows
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.node.desired import DesiredState
@@ -40,14 +40,34 @@ class KnownTombstones:
         wanted = {(key.dataset, each.tombstones) for key, each in desired.versions.items()}
         wanted |= {(each.dataset, each.tombstones) for each in desired.writes.values()}
         for dataset, number in sorted(wanted):
-            if number > self.number(dataset):
-                try:
-                    got = self._ask(dataset)
-                except CacheError as error:
-                    logger.warning("tombstones not read dataset=%s reason=%s", dataset, error)
-                    continue
-                with self._lock:
-                    self._known[dataset] = Tombstones(got.number, got.key, got.tombstones)
+            try:
+                self.require(dataset, number)
+            except NodeUnavailableError as error:
+                logger.warning("%s", error)
+
+    def require(self, dataset: str, number: int) -> None:
+        """Gets the tombstones up to an act, if they are not here. No load begins without them.
+
+        Raises:
+            NodeUnavailableError: they cannot be had now.
+        """
+        if number <= self.number(dataset):
+            return
+        try:
+            got = self._ask(dataset)
+        except CacheError as error:
+            raise NodeUnavailableError(
+                f"the rows of {dataset!r} that were forgotten are not known yet: {error}"
+            ) from None
+        with self._lock:
+            known = self._known.get(dataset)
+            if known is None or known.number < got.number:
+                self._known[dataset] = Tombstones(got.number, got.key, got.tombstones)
+        if got.number < number:
+            raise NodeUnavailableError(
+                f"the rows of {dataset!r} that were forgotten are not known yet: the coordinator "
+                f"told of act {number}, and has {got.number}"
+            )
 
     def number(self, dataset: str) -> int:
         """The last act on a dataset that this node knows."""

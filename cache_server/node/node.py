@@ -134,6 +134,8 @@ class Node:
         self._wake, self._stop = threading.Event(), threading.Event()
         self._memory = LoadMemory(memory, self._desired_bytes)
         self._room = RoomRequests(self.wake)
+        self._known = known = KnownTombstones(lambda dataset: link.tombstones(dataset))
+        store.left_out = known.left_out
         self._threads = LoadThreads(
             load_threads,
             store,
@@ -142,6 +144,7 @@ class Node:
             sources,
             functions,
             self._room.ask,
+            known.require,
             description.id,
             self._lock,
             self._stop,
@@ -150,16 +153,12 @@ class Node:
         all_bytes = MACHINE_BYTES if memory is None else memory.all_bytes
         expressions = expression_memory(all_bytes, load_threads)
         self.row_values = RowValues(store.free_bytes, expressions, functions, self._plan_of)
-        self._tombstones = KnownTombstones(lambda dataset: link.tombstones(dataset))
-        store.left_out = self._tombstones.left_out
-        self._forgetting = Forgetting(
-            store, self._states, self._lock, self.row_values, self._tombstones
-        )
+        self._forgetting = Forgetting(store, self._states, self._lock, self.row_values, known)
         self._beats, self._leaving = threading.Condition(), Leaving()
         self._begun = self._answered = 0  # heartbeats
-        schemas, room = WriteSchemas(link.write_schema), self._room.ask
+        schemas, room, stop = WriteSchemas(link.write_schema), self._room.ask, self._stop
         self._puts = Puts(
-            store, self._memory, schemas, description.id, self._beat, room, self._stop
+            store, self._memory, schemas, description.id, self._beat, room, stop, known.require
         )
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self.coordinator = pb.CoordinatorEndpoints()
@@ -505,7 +504,7 @@ class Node:
         if self._stop.is_set():
             return False
         self._puts.update(desired.writes)
-        self._tombstones.update(desired)
+        self._known.update(desired)
         actual, sealed = self._snapshot()
         result = reconcile(desired, actual, self._expired(desired, actual))
         for action in result.actions:
