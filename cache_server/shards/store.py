@@ -45,6 +45,7 @@ from cache_protocol.storage.shard_files import (
 )
 from cache_server.shards import adoption, checked_names, erasures_begun, manifest, node_name
 from cache_server.shards.checksums import PieceDigests, file_digests
+from cache_server.shards.directory_format import DirectoryFormat
 from cache_server.shards.disk import fsync, remove, remove_empty, remove_file
 from cache_server.shards.draft import ShardDraft, padded, shard_writer
 from cache_server.shards.removals import Removals
@@ -114,7 +115,7 @@ class ShardStore:
             self._lock_file.close()
             raise ConfigError(f"cache_dir {cache_dir} is used by another cache node") from None
         try:
-            adoption.check_format(cache_dir)
+            self._format = DirectoryFormat(cache_dir)
             self.node_id = node_name.load(cache_dir, address)
             remove(self.scratch)  # left by a killed process
             self._removals.finish_old()
@@ -122,6 +123,8 @@ class ShardStore:
             self._shards = adoption.adopt_all(cache_dir, adopt_threads)
             for shards in self._shards.values():
                 self._count(shards.values())
+            if any(shard.erased for shard in self.sealed()):  # the file of the format was lost
+                self._format.note_erased()
         except BaseException:
             self.close()
             raise
@@ -361,6 +364,7 @@ class ShardStore:
                 if other.inode == shard.inode
             }
             paths = [other.path for other in names.values()]
+            self._format.note_erased()
             with erasures_begun.noted(self.cache_dir, paths, places):
                 sealed = erasures_begun.overwrite(shard.path, shard.sealed, places, paths)
                 for (name, at), other in names.items():
@@ -391,6 +395,8 @@ class ShardStore:
         try:
             self._create(temporary)
             sealed = write()
+            if sealed.erased:
+                self._format.note_erased()
             temporary.chmod(0o444)  # readers map it: a write would change or end them
             fsync(temporary)
             os.replace(temporary, final)
