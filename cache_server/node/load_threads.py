@@ -41,6 +41,7 @@ class LoadThreads:
         sources: that it may read.
         functions: that SQL may call.
         ask_room: see `RoomRequests.ask`.
+        require_tombstones: see `KnownTombstones.require`.
         node_id: of this node, for messages.
         lock: of the states of the versions.
         stopped: ends pauses; set before `stop`.
@@ -59,6 +60,7 @@ class LoadThreads:
         sources: AllowedSources,
         functions: NodeFunctions | None,
         ask_room: AskRoom,
+        require_tombstones: Callable[[str, int], None],
         node_id: str,
         lock: threading.Lock,
         stopped: threading.Event,
@@ -70,6 +72,7 @@ class LoadThreads:
         self._sources = sources
         self._functions = functions
         self._ask_room = ask_room
+        self._require_tombstones = require_tombstones
         self._node_id = node_id
         self._lock = lock
         self._stopped = stopped
@@ -136,7 +139,7 @@ class LoadThreads:
         except CancelledError:
             return
         except NodeUnavailableError as error:
-            logger.warning("copy failed dataset=%s %s %s", job.key.dataset, job, error)
+            logger.warning("load tried again dataset=%s %s %s", job.key.dataset, job, error)
             self._stopped.wait(_RETRY_S)
         except CacheError as error:
             why_not: str | None = ""
@@ -174,6 +177,9 @@ class LoadThreads:
         if job.plan.is_written:
             loading.move_put(self._store, job)
             return
+        with self._lock:
+            last_act = state.desired.tombstones
+        self._require_tombstones(job.key.dataset, last_act)
         splits = (*job.splits, *job.whole_splits)
         self._sources.check_splits(job.plan.tables, splits, job.plan.secrets)
         num_files = len({split.file.path for split in splits})

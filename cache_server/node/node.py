@@ -15,10 +15,9 @@ import time
 import uuid
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from concurrent.futures import wait
-from dataclasses import astuple, replace
+from dataclasses import replace
 from functools import partial
 
-import numpy as np
 import pyarrow as pa
 
 from cache_protocol.errors import (
@@ -31,7 +30,6 @@ from cache_protocol.errors import (
 )
 from cache_protocol.storage.memory_budget import NodeMemory, expression_memory
 from cache_protocol.storage.row_index import ROWS_OF_A_SHARD
-from cache_protocol.storage.row_sets import encode_rows
 from cache_protocol.storage.shard_files import MappedShard
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.wire.channels import pause_s, rest_s
@@ -41,7 +39,7 @@ from cache_server.egress.allowed_sources import AllowedSources
 from cache_server.machine import MACHINE_BYTES
 from cache_server.node import heartbeat_messages
 from cache_server.node.desired import DesiredState, DesiredVersion, LoadPlan
-from cache_server.node.forgetting import KnownTombstones, nothing_older
+from cache_server.node.forgetting import Forgetting, KnownTombstones
 from cache_server.node.heartbeat_log import HeartbeatLog
 from cache_server.node.heartbeat_messages import DesiredDecoder, ReportEncoder, SealedShards
 from cache_server.node.leaving import Leaving
@@ -70,14 +68,12 @@ from cache_server.node.reconcile import (
 )
 from cache_server.node.room_requests import RoomRequests
 from cache_server.node.row_values import RowValues
-from cache_server.node.status import VersionStatus
-from cache_server.node.version_state import Load, VersionState, is_erased
+from cache_server.node.sent_files import file_bytes
+from cache_server.node.status import VersionStatus, version_statuses
+from cache_server.node.version_state import Load, VersionState
 from cache_server.node.write_schemas import WriteSchemas
-from cache_server.shards.checksums import PieceDigests
-from cache_server.shards.put_key import PutKey
 from cache_server.shards.resident_rows import ResidentRows
 from cache_server.shards.store import ShardStore
-from cache_server.shards.tombstones import tombstones_of
 from cache_server.shards.version_key import VersionKey
 
 logger = logging.getLogger(__name__)
@@ -138,6 +134,8 @@ class Node:
         self._wake, self._stop = threading.Event(), threading.Event()
         self._memory = LoadMemory(memory, self._desired_bytes)
         self._room = RoomRequests(self.wake)
+        self._known = known = KnownTombstones(lambda dataset: link.tombstones(dataset))
+        store.left_out = known.left_out
         self._threads = LoadThreads(
             load_threads,
             store,
@@ -146,6 +144,7 @@ class Node:
             sources,
             functions,
             self._room.ask,
+            known.require,
             description.id,
             self._lock,
             self._stop,
@@ -154,13 +153,12 @@ class Node:
         all_bytes = MACHINE_BYTES if memory is None else memory.all_bytes
         expressions = expression_memory(all_bytes, load_threads)
         self.row_values = RowValues(store.free_bytes, expressions, functions, self._plan_of)
-        self._tombstones = KnownTombstones(lambda dataset: link.tombstones(dataset))
-        store.left_out = self._tombstones.left_out
+        self._forgetting = Forgetting(store, self._states, self._lock, self.row_values, known)
         self._beats, self._leaving = threading.Condition(), Leaving()
         self._begun = self._answered = 0  # heartbeats
-        schemas, room = WriteSchemas(link.write_schema), self._room.ask
+        schemas, room, stop = WriteSchemas(link.write_schema), self._room.ask, self._stop
         self._puts = Puts(
-            store, self._memory, schemas, description.id, self._beat, room, self._stop
+            store, self._memory, schemas, description.id, self._beat, room, stop, known.require
         )
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self.coordinator = pb.CoordinatorEndpoints()
@@ -327,31 +325,11 @@ class Node:
         shard = self._store.shards(key).get(index)
         if shard is None:
             raise NotReadyError(f"shard {index} of {key.dataset!r} is not on this node")
-        try:
-            mapped = pa.memory_map(str(shard.path))
-        except FileNotFoundError:
-            if self.drop_damaged(key, shard):
-                reason = "is made again: its file was removed"
-            else:
-                reason = "was just dropped"
-            raise NotReadyError(f"shard {index} of {key.dataset!r} {reason}") from None
-        return self._checked_bytes(key, shard, mapped, max_bytes)
+        return file_bytes(key, shard, max_bytes, self.drop_damaged)
 
     def held(self, keys: Iterable[VersionKey]) -> list[pb.ActualDataset]:
         """The shards of versions and puts whose files this node has at this moment."""
         return [heartbeat_messages.held_shards(key, self._store.shards(key)) for key in keys]
-
-    def _checked_bytes(
-        self, key: VersionKey, shard: MappedShard, mapped: pa.MemoryMappedFile, max_bytes: int
-    ) -> Iterator[pa.Buffer]:
-        digests = PieceDigests()
-        with mapped:
-            while len(chunk := mapped.read_buffer(max_bytes)):
-                digests.add(mapped.tell() - len(chunk), chunk)
-                yield chunk
-            checksum = digests.checksum(mapped.fileno())
-        if checksum != shard.sealed.checksum:
-            self.drop_damaged(key, shard)
 
     def find_rows(self, request: pb.FindRowsRequest) -> pb.FindRowsResponse:
         """The rows of a shard that fulfil conditions, with their tombstones.
@@ -359,15 +337,7 @@ class Node:
         Raises:
             CacheError: as `RowValues.answer`.
         """
-        rows = self.rows(request.dataset, request.fingerprint)
-        start, stop = request.rows.start, request.rows.stop
-        _, pieces = self.row_values.answer(rows, start, stop, "", tuple(request.where))
-        places = pieces[0].to_numpy().astype(np.int64)
-        found = pb.FindRowsResponse(places=encode_rows(places))
-        if len(places):
-            shard = rows.shard_of(start)
-            found.tombstones = b"".join(tombstones_of(shard.batch, places, request.key))
-        return found
+        return self._forgetting.find(self.rows(request.dataset, request.fingerprint), request)
 
     def drop_damaged(self, key: VersionKey, shard: MappedShard) -> bool:
         """Drops a shard, which is then made again; returns whether it was still there."""
@@ -419,19 +389,9 @@ class Node:
 
         All puts of a write are shown as one.
         """
-        sealed: dict[VersionKey, list[MappedShard]] = {}
-        for key, shards in self._store.versions().items():
-            put = PutKey.of(key.fingerprint)
-            shown = key if put is None else VersionKey(key.dataset, f"write-{put.write_id}")
-            sealed.setdefault(shown, []).extend(shards.values())
+        stored = self._store.versions()
         with self._lock:
-            return tuple(
-                VersionStatus.of(key, sealed.get(key, ()), state)
-                for key in sorted({*sealed, *self._states}, key=astuple)
-                for state in [self._states.get(key)]
-                if viewer.can_read(key.dataset, ())
-                or (state is not None and state.is_seen_by(viewer))
-            )
+            return version_statuses(stored, self._states, viewer)
 
     def is_ready(self) -> bool:
         """Whether this node can serve: since its start, it once served all that it should.
@@ -523,7 +483,7 @@ class Node:
         return actual, sealed
 
     def _report(self) -> pb.HeartbeatRequest:
-        self._note_forgotten()
+        self._forgetting.note()
         actual, sealed = self._snapshot()
         for key, state in self._states.items():
             if actual[key].sealed != state.reported:
@@ -544,7 +504,7 @@ class Node:
         if self._stop.is_set():
             return False
         self._puts.update(desired.writes)
-        self._tombstones.update(desired)
+        self._known.update(desired)
         actual, sealed = self._snapshot()
         result = reconcile(desired, actual, self._expired(desired, actual))
         for action in result.actions:
@@ -592,7 +552,7 @@ class Node:
             case Publish(key, row_starts):
                 self._publish(key, row_starts, sealed.get(key, {}))
             case Erase(key, places):
-                self._erase(key, places)
+                self._forgetting.erase(key, places)
             case DropShards(key, indices):
                 self._store.drop(key, *indices)
             case CloseTables(key):
@@ -629,45 +589,6 @@ class Node:
             if state.rows is not None and len(row_starts) < len(state.row_starts or ()):
                 state.old_rows.append(state.rows)  # what goes may be overwritten
             state.rows, state.row_starts = rows, row_starts
-
-    def _erase(self, key: VersionKey, places: Mapping[int, bytes]) -> None:
-        """Overwrites rows of shards that are served no more, once no one reads them."""
-        sharing = {
-            name
-            for name, shards in self._store.versions().items()
-            for other in shards.values()
-            for index in places
-            if (mine := self._store.shards(key).get(index)) and other.inode == mine.inode
-        }
-        with self._lock:
-            states = [state for name in sharing if (state := self._states.get(name))]
-            for state in states:
-                state.retire_rows(places.keys() if state is self._states.get(key) else None)
-            if any(state.is_read for state in states):
-                return  # the next heartbeat tries again
-        for name in sharing:
-            self.row_values.forget(name)
-        for index, rows in places.items():
-            self._store.erase(key, index, rows)
-        with self._lock:
-            for state in states:
-                state.erasing = frozenset()
-
-    def _note_forgotten(self) -> None:
-        """Notes for each version which act is done on this node."""
-        for key, state in self._states.items():
-            desired, shards = state.desired, self._store.shards(key)
-            lacking = any(
-                index in shards and not is_erased(shards[index], rows)
-                for index, rows in desired.erased.items()
-            )
-            is_free = not (lacking or state.tables.is_used or self._store.is_removing)
-            state.forgot = nothing_older(
-                self._tombstones.number(key.dataset),
-                desired.tombstones,
-                [load.knows for load in state.unfinished().values()],
-                is_free=is_free,
-            )
 
     def _desired_bytes(self) -> int:
         with self._lock:

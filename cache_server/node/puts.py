@@ -76,6 +76,7 @@ class Puts:
         beat: sends a heartbeat, and returns when its answer was applied.
         ask_room: see `RoomRequests.ask`.
         stop: set when the node stops.
+        require_tombstones: see `KnownTombstones.require`.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class Puts:
         beat: Callable[[], None],
         ask_room: AskRoom,
         stop: threading.Event,
+        require_tombstones: Callable[[str, int], None],
     ) -> None:
         self._store = store
         self._memory = memory
@@ -95,6 +97,7 @@ class Puts:
         self._beat = beat
         self._ask_room = ask_room
         self._stop = stop
+        self._require_tombstones = require_tombstones
         self._lock = threading.Lock()
         self._writes: Mapping[str, OpenWrite] = {}
         self._complete: dict[_Attempt, tuple[VersionKey, pb.PutResult]] = {}
@@ -159,6 +162,7 @@ class Puts:
                 "rows before you put them"
             )
         has_types = all(schema.field(field.name).type.equals(field.type) for field in wanted)
+        self._require_tombstones(write.dataset, write.tombstones)
         messages = self._while_open(write, messages)
         stream = _PutStream(messages, write, layout, None if has_types else wanted)
         attempt = request.write_id, request.partition, request.attempt

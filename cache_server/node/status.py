@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import astuple, dataclass
 
 from cache_protocol.storage.shard_files import MappedShard
 from cache_protocol.v1 import cache_pb2 as pb
+from cache_server.auth.principals import Viewer
 from cache_server.node.traffic import Counts
 from cache_server.node.version_state import VersionState
+from cache_server.shards.put_key import PutKey
 from cache_server.shards.version_key import VersionKey
 
 
@@ -44,6 +46,30 @@ class VersionStatus:
             failed=len(state.failures) if state else 0,
             num_bytes=sum(shard.sealed.num_bytes for shard in sealed),
         )
+
+
+def version_statuses(
+    stored: Mapping[VersionKey, Mapping[int, MappedShard]],
+    states: Mapping[VersionKey, VersionState],
+    viewer: Viewer,
+) -> tuple[VersionStatus, ...]:
+    """The versions on a node that a viewer sees, by name. All puts of a write are shown as one.
+
+    Args:
+        stored: the sealed shards.
+        states: of the versions that the node should hold.
+    """
+    sealed: dict[VersionKey, list[MappedShard]] = {}
+    for key, shards in stored.items():
+        put = PutKey.of(key.fingerprint)
+        shown = key if put is None else VersionKey(key.dataset, f"write-{put.write_id}")
+        sealed.setdefault(shown, []).extend(shards.values())
+    return tuple(
+        VersionStatus.of(key, sealed.get(key, ()), state)
+        for key in sorted({*sealed, *states}, key=astuple)
+        for state in [states.get(key)]
+        if viewer.can_read(key.dataset, ()) or (state is not None and state.is_seen_by(viewer))
+    )
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,7 @@
-"""Adopts the shard files of a node's directory when it starts.
-
-<cache_dir>/.format.json    the format of the directory; none: 1
-"""
+"""Adopts the shard files of a node's directory when it starts."""
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -21,49 +17,19 @@ from cache_protocol.storage.shard_files import (
     read_manifest,
     shard_file_name,
 )
-from cache_server.shards import checked_names, manifest, state_files
+from cache_server.shards import checked_names, manifest
 from cache_server.shards.checksums import file_digests
 from cache_server.shards.disk import (
     NOT_THE_FILES_FAULT,
     remove_empty,
     remove_file,
-    replace_file,
     temporary_of,
 )
 from cache_server.shards.version_key import VersionKey
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 1  # of manifests and shard files; raise it if older releases cannot read them
 _WRITTEN = ("shard-*.arrow", ".shard-*.tmp", temporary_of(Path(MANIFEST)).name)
-
-
-def check_format(cache_dir: Path) -> None:
-    """Refuses a directory that a newer release wrote, and notes the format of this one.
-
-    Raises:
-        ConfigError: it is newer, and nothing was changed; or it cannot be read or written.
-    """
-    path, found = cache_dir / ".format.json", 0
-    try:
-        if path.exists():
-            content, _ = state_files.decode(path.read_bytes())
-            found = int(content["format"])
-    except (ArithmeticError, ValueError, TypeError, LookupError) as error:
-        state_files.set_aside(path, error)
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
-    if found > _FORMAT:
-        raise ConfigError(
-            f"a newer release wrote the shards in {cache_dir}, in format {found}, and this one "
-            f"knows {_FORMAT}: nothing was changed. Start that release or a later one again, or "
-            "give another --cache-dir"
-        )
-    if found < _FORMAT:
-        try:
-            replace_file(path, state_files.encode(json.dumps({"format": _FORMAT})))
-        except OSError as error:
-            raise ConfigError(f"cannot write {path}: {error.strerror}") from None
 
 
 def adopt_all(cache_dir: Path, threads: int) -> dict[VersionKey, dict[int, MappedShard]]:

@@ -7,7 +7,7 @@
                                                               `node_name`
     <cache_dir>/.erasing/                                     rows to overwrite, if a node ends
     <cache_dir>/.scratch/                                     temporary files
-    <cache_dir>/.removed-*/                                   dropped, soon freed
+    <cache_dir>/.removed-*/                                   dropped, soon freed: see `removals`
 
 A shard is written under a temporary name, checksummed, fsynced, renamed, added to the manifest, and
 then memory-mapped. A file that the manifest lacks, or with another checksum, never counts.
@@ -24,7 +24,7 @@ import shutil
 import threading
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -45,15 +45,15 @@ from cache_protocol.storage.shard_files import (
 )
 from cache_server.shards import adoption, checked_names, erasures_begun, manifest, node_name
 from cache_server.shards.checksums import PieceDigests, file_digests
+from cache_server.shards.directory_format import DirectoryFormat
 from cache_server.shards.disk import fsync, remove, remove_empty, remove_file
 from cache_server.shards.draft import ShardDraft, padded, shard_writer
+from cache_server.shards.removals import Removals
 from cache_server.shards.version_key import VersionKey
 
 logger = logging.getLogger(__name__)
 
 SCRATCH = ".scratch"
-_REMOVED = ".removed-"
-_AT_ONCE_BYTES = 256 * 1024 * 1024  # some tens of milliseconds
 
 
 class NoRoomError(LoadError):
@@ -102,7 +102,7 @@ class ShardStore:
         self._stored_bytes = 0  # of `_shards`: added up for each shard, 10,000 would cost 10**8
         self._names: Counter[tuple[int, int]] = Counter()  # of each file: versions may share it
         self._reserved: dict[Path, int] = {}  # of files being written
-        self._removals: list[threading.Thread] = []
+        self._removals = Removals(cache_dir)
         self.left_out: Callable[[VersionKey, int, pa.RecordBatch], bytes] = lambda *_: b""
         try:
             cache_dir.mkdir(parents=True, exist_ok=True)
@@ -115,14 +115,16 @@ class ShardStore:
             self._lock_file.close()
             raise ConfigError(f"cache_dir {cache_dir} is used by another cache node") from None
         try:
-            adoption.check_format(cache_dir)
+            self._format = DirectoryFormat(cache_dir)
             self.node_id = node_name.load(cache_dir, address)
-            for path in (self.scratch, *cache_dir.glob(f"{_REMOVED}*")):
-                remove(path)  # left by a killed process
+            remove(self.scratch)  # left by a killed process
+            self._removals.finish_old()
             erasures_begun.continue_all(cache_dir)
             self._shards = adoption.adopt_all(cache_dir, adopt_threads)
             for shards in self._shards.values():
                 self._count(shards.values())
+            if any(shard.erased for shard in self.sealed()):  # the file of the format was lost
+                self._format.note_erased()
         except BaseException:
             self.close()
             raise
@@ -362,6 +364,7 @@ class ShardStore:
                 if other.inode == shard.inode
             }
             paths = [other.path for other in names.values()]
+            self._format.note_erased()
             with erasures_begun.noted(self.cache_dir, paths, places):
                 sealed = erasures_begun.overwrite(shard.path, shard.sealed, places)
                 for (name, at), other in names.items():
@@ -373,8 +376,7 @@ class ShardStore:
     @property
     def is_removing(self) -> bool:
         """Whether dropped files are still being freed."""
-        with self._lock:
-            return any(each.is_alive() for each in self._removals)
+        return self._removals.are_running
 
     def _keep(
         self,
@@ -393,6 +395,8 @@ class ShardStore:
         try:
             self._create(temporary)
             sealed = write()
+            if sealed.erased:
+                self._format.note_erased()
             temporary.chmod(0o444)  # readers map it: a write would change or end them
             fsync(temporary)
             os.replace(temporary, final)
@@ -467,7 +471,7 @@ class ShardStore:
                 self._shards.pop(key, None)
         if not dropped:
             return
-        self._discard([shard.path for shard in dropped], _bytes_of(dropped))
+        self._removals.remove([shard.path for shard in dropped], _bytes_of(dropped))
         for shard in dropped:
             logger.info("shard dropped dataset=%s shard=%d", key.dataset, shard.sealed.index)
         try:
@@ -482,29 +486,9 @@ class ShardStore:
             self._uncount(shards.values())
         directory = self._directory(key)
         if directory.exists():
-            self._discard([directory], _bytes_of(shards.values()))
+            self._removals.remove([directory], _bytes_of(shards.values()))
             logger.info("version dropped dataset=%s fingerprint=%s", key.dataset, key.fingerprint)
         self._remove_empty(directory)
-
-    def _discard(self, paths: Sequence[Path], num_bytes: int) -> None:
-        """Removes files or directories; frees large ones in another thread.
-
-        Freeing takes about a second for a few GiB, and callers hold locks.
-        """
-        if num_bytes > _AT_ONCE_BYTES:
-            removed = self.cache_dir / f"{_REMOVED}{uuid.uuid4().hex}"
-            try:
-                removed.mkdir()
-                for number, path in enumerate(paths):
-                    os.replace(path, removed / str(number))
-            except OSError as error:  # such as a full disk: removed in place
-                logger.warning("cannot move what is removed to %s: %s", removed, error.strerror)
-            thread = threading.Thread(target=remove, args=(removed,), name="remove", daemon=True)
-            thread.start()
-            with self._lock:
-                self._removals = [*(one for one in self._removals if one.is_alive()), thread]
-        for path in paths:
-            remove(path)
 
     def _directory(self, key: VersionKey) -> Path:
         """The one place that makes a path of a name; it is always below ``cache_dir``.
@@ -535,10 +519,9 @@ class ShardStore:
     def _reserve(self, path: Path, size: int) -> None:
         """Checks that a file fits; part of it may be reserved already."""
         with self._lock:
-            removals, others = list(self._removals), sum(self._reserved.values())
+            others = sum(self._reserved.values())
         if self._free_bytes() < size + others:
-            for removal in removals:
-                removal.join()
+            self._removals.wait()
         with self._lock:
             before = self._reserved.get(path, 0)
             held = self._stored_bytes + sum(self._reserved.values()) - before

@@ -26,6 +26,7 @@ from cache_protocol.errors import (
     RequestError,
     StaleVersionError,
 )
+from cache_protocol.storage.row_sets import encode_rows
 from cache_protocol.storage.shard_files import Selection
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.wire.credentials import Credentials
@@ -37,6 +38,7 @@ from cache_server.node.desired import DesiredShard
 from cache_server.node.node import Node
 from cache_server.plan.pinned_version import split_from_proto
 from cache_server.shards.store import ShardStore
+from cache_server.shards.tombstones import joined, tombstones_of
 from cache_server.shards.version_key import VersionKey
 from cache_server.sql import loader
 from cache_server.sql.local_tables import LocalFile
@@ -83,6 +85,9 @@ class Harness:
 
     def datasets(self) -> list[pb.DatasetInfo]:
         return self.coordinator.datasets()
+
+    def tombstones(self, dataset: str) -> pb.GetTombstonesResponse:
+        return self.coordinator.tombstones(dataset)
 
     def wait(self, state: pb.DatasetState.ValueType, name: str = "table") -> pb.DatasetInfo:
         wait_until(
@@ -594,6 +599,51 @@ def test_a_copy_for_which_there_was_no_room_is_tried_again(
     harness.node.start()
 
     assert harness.wait(pb.DATASET_STATE_READY).num_rows == 10 * FILES
+
+
+@pytest.mark.parametrize("answers_old", [False, True])
+def test_a_load_waits_for_the_tombstones_that_it_needs(
+    harness: Harness, source: Path, monkeypatch: pytest.MonkeyPatch, *, answers_old: bool
+) -> None:
+    harness.node.start()
+    harness.coordinator.create(spec(source, "other"))
+    other = VersionKey("other", harness.wait(pb.DATASET_STATE_READY, "other").fingerprint)
+    key = b"k" * 16
+    hashes = tombstones_of(harness.store.shards(other)[0].batch, np.array([3]), key)
+    answer, tries, answers = harness.coordinator.heartbeat, itertools.count(), threading.Event()
+
+    def heartbeat(request: pb.HeartbeatRequest) -> pb.HeartbeatResponse:
+        response = answer(request)
+        for desired in response.datasets:
+            if desired.plan.dataset == "table":
+                desired.tombstones = 2
+        return response
+
+    def tombstones(dataset: str) -> pb.GetTombstonesResponse:
+        assert dataset == "table"
+        next(tries)
+        if answers.is_set():
+            return pb.GetTombstonesResponse(number=2, key=key, tombstones=joined(hashes))
+        if answers_old:  # of a coordinator that is no longer the one
+            return pb.GetTombstonesResponse(number=1, key=key)
+        raise NodeUnavailableError("the coordinator does not answer")
+
+    read: list[str] = []
+    load = loading.load_shard
+    monkeypatch.setattr(
+        loading, "load_shard", lambda *each: (read.append("a shard"), load(*each))[1]
+    )
+    monkeypatch.setattr(load_threads, "_RETRY_S", 0.01)
+    monkeypatch.setattr(harness.coordinator, "heartbeat", heartbeat)
+    monkeypatch.setattr(harness, "tombstones", tombstones)
+    harness.coordinator.create(spec(source))
+    wait_until(lambda: next(tries) > 20, WAIT_S, "the node has asked a few times")
+    assert read == []
+    answers.set()
+
+    table = VersionKey("table", harness.wait(pb.DATASET_STATE_READY).fingerprint)
+    erased = {i: shard.erased for i, shard in harness.store.shards(table).items() if shard.erased}
+    assert erased == {0: encode_rows(np.array([3]))}
 
 
 def test_a_shard_that_was_another_nodes_meanwhile_is_tried_again(

@@ -47,7 +47,7 @@ class Harness:
         self.memory = LoadMemory(
             container_bytes and memory_of_container(container_bytes), lambda: 0
         )
-        self.schema, self.fetched = SCHEMA, 0
+        self.schema, self.fetched, self.act = SCHEMA, 0, 0
         schemas = WriteSchemas(self.fetch)
         self.puts = Puts(
             store,
@@ -57,9 +57,14 @@ class Harness:
             self.beat,
             lambda *_: RoomAnswer("no dataset makes room"),
             self.stop,
+            self.require_tombstones,
         )
         self.beats = 0
         self.open()
+
+    def require_tombstones(self, dataset: str, number: int) -> None:
+        if number > self.act:
+            raise NodeUnavailableError("the coordinator does not answer")
 
     def beat(self) -> None:
         self.beats += 1
@@ -74,12 +79,13 @@ class Harness:
         schema: pa.Schema = SCHEMA,
         committed: bool = False,
         full_wait_s: float = 0.0,
+        tombstones: int = 0,
     ) -> None:
         self.schema = schema
         data = schema.serialize().to_pybytes()
         digest = hashlib.sha256(data).hexdigest()
         size = 8 * SHARD_ROWS
-        write = OpenWrite(WRITE, "t", digest, size, False, full_wait_s, committed)
+        write = OpenWrite(WRITE, "t", digest, size, False, full_wait_s, committed, tombstones)
         self.puts.update({WRITE: write})
 
     def put(
@@ -194,6 +200,15 @@ def test_a_repeated_attempt_keeps_its_rows_and_must_have_as_many(harness: Harnes
     with pytest.raises(RequestError, match="25 rows, and now with 24"):
         harness.put(chained(rows(24), end(24)))
     assert len(harness.store.versions()) == 1
+
+
+def test_a_put_without_the_tombstones_that_it_needs_is_to_be_sent_again(harness: Harness) -> None:
+    harness.open(tombstones=2)
+    with pytest.raises(NodeUnavailableError, match="does not answer"):
+        harness.put(chained(rows(25), end(25)))
+    assert harness.store.versions() == {}
+    harness.act = 2
+    assert harness.put(chained(rows(25), end(25))).num_rows == 25
 
 
 def test_rows_of_other_columns_or_types_are_refused(harness: Harness) -> None:

@@ -19,6 +19,7 @@ from cache_protocol.errors import (
     LoadError,
     NodeUnavailableError,
 )
+from cache_protocol.storage.row_sets import encode_rows
 from cache_protocol.storage.shard_files import (
     MappedShard,
     SealedShard,
@@ -26,8 +27,7 @@ from cache_protocol.storage.shard_files import (
     read_manifest,
     shard_file_name,
 )
-from cache_server.shards import adoption, node_name, state_files
-from cache_server.shards import store as store_module
+from cache_server.shards import adoption, directory_format, node_name, removals, state_files
 from cache_server.shards.checksums import file_checksum, file_digests
 from cache_server.shards.draft import shard_writer
 from cache_server.shards.packing import ShardBuilder
@@ -46,6 +46,7 @@ from tests.stored_rows import (
 
 WAIT_S = 60.0
 OTHER = VersionKey("table", "f2")
+ROW_3 = encode_rows(np.array([3]))
 
 
 def files_of(store: ShardStore) -> list[str]:
@@ -94,12 +95,12 @@ def test_a_node_with_an_address_is_the_same_after_it_lost_its_directory(tmp_path
 
 
 def test_shards_of_a_newer_release_are_refused_and_left_as_they_are(three_shards: Path) -> None:
-    newer = state_files.encode(json.dumps({"format": 2}))
+    newer = state_files.encode(json.dumps({"format": 3}))
     (three_shards / ".format.json").write_text(newer)
     (three_shards / ".node-id").write_text("of a newer form, too")
     before = {path: path.read_bytes() for path in three_shards.rglob("*") if path.is_file()}
 
-    with pytest.raises(ConfigError, match=r"a newer release wrote the shards in .* in format 2"):
+    with pytest.raises(ConfigError, match=r"a newer release wrote the shards in .* in format 3"):
         ShardStore(three_shards)
     assert {path: path.read_bytes() for path in three_shards.rglob("*") if path.is_file()} == before
 
@@ -113,6 +114,59 @@ def test_shards_without_a_format_are_adopted(three_shards: Path, content: bytes 
     with ShardStore(three_shards) as opened:
         assert indices(opened) == [0, 1, 2]
     assert state_files.decode(path.read_bytes()) == ({"format": 1}, True)
+
+
+def format_of(cache_dir: Path) -> int:
+    return int(state_files.decode((cache_dir / ".format.json").read_bytes())[0]["format"])
+
+
+def erase_one(store: ShardStore) -> None:
+    store.erase(KEY, 1, ROW_3)
+
+
+def load_without_one(store: ShardStore) -> None:
+    store.left_out = lambda *_: ROW_3
+    store.seal(OTHER, 0, stored(range(10)))
+
+
+def receive_an_erased_one(store: ShardStore) -> None:
+    with ShardStore(store.cache_dir.with_name("sender")) as sender:
+        load_without_one(sender)
+        shard = sender.shards(OTHER)[0]
+        store.receive(OTHER, shard.sealed, [pa.py_buffer(shard.path.read_bytes())])
+
+
+@pytest.mark.parametrize("act", [erase_one, load_without_one, receive_an_erased_one])
+def test_a_directory_with_erased_rows_has_a_format_that_older_releases_refuse(
+    three_shards: Path, act: Callable[[ShardStore], None]
+) -> None:
+    with ShardStore(three_shards) as opened:
+        opened.seal(KEY, 3, stored(range(30, 40)))
+        assert format_of(three_shards) == 1  # others can still go back
+        act(opened)
+        assert format_of(three_shards) == 2
+    (three_shards / ".format.json").write_bytes(b"damaged")
+    with ShardStore(three_shards) as opened:
+        assert sum(bool(shard.erased) for shard in opened.sealed()) == 1
+    assert format_of(three_shards) == 2
+
+
+def test_rows_are_not_erased_where_the_format_cannot_be_written(
+    three_shards: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with ShardStore(three_shards) as opened:
+        monkeypatch.setattr(directory_format, "replace_file", full)
+        before = shard_path(three_shards, 1).read_bytes()
+        with pytest.raises(OSError, match="No space left"):
+            opened.erase(KEY, 1, ROW_3)
+        with pytest.raises(LoadError, match="No space left"):
+            load_without_one(opened)
+        assert shard_path(three_shards, 1).read_bytes() == before
+        assert OTHER not in opened.versions()
+    assert format_of(three_shards) == 1
 
 
 # -- seal ------------------------------------------------------------------------------------------
@@ -880,15 +934,15 @@ def test_a_dropped_version_leaves_no_directory_behind(three_shards: Path) -> Non
 @pytest.fixture
 def held_up(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Everything counts as large, and is freed when the event is set."""
-    go_on, remove = threading.Event(), store_module.remove
+    go_on, remove = threading.Event(), removals.remove
 
     def wait_and_remove(path: Path) -> None:
         if path.name.startswith(".removed-"):
             assert go_on.wait(WAIT_S)
         remove(path)
 
-    monkeypatch.setattr(store_module, "remove", wait_and_remove)
-    monkeypatch.setattr(store_module, "_AT_ONCE_BYTES", 0)
+    monkeypatch.setattr(removals, "remove", wait_and_remove)
+    monkeypatch.setattr(removals, "_AT_ONCE_BYTES", 0)
     yield go_on
     go_on.set()
 
