@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from cache_protocol.errors import NotReadyError, RequestError, some_of
+from cache_protocol.errors import NodeUnavailableError, NotReadyError, RequestError, some_of
 from cache_protocol.storage.row_sets import encode_rows
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.wire.protocol_version import ERASES_ROWS, told
@@ -29,7 +29,7 @@ class _Search:
 
     version: VersionRecord
     index: int
-    location: str
+    locations: tuple[str, ...]
     request: pb.FindRowsRequest
 
 
@@ -175,7 +175,9 @@ class Forgetting:
                 if starts[index] == starts[index + 1]:
                     continue
                 members = self._state.membership.members
-                location = members[min(serving[index])].node.flight_location
+                locations = tuple(
+                    members[node].node.flight_location for node in sorted(serving[index])
+                )
                 request = pb.FindRowsRequest(
                     dataset=version.pinned.key.dataset,
                     fingerprint=version.pinned.key.fingerprint,
@@ -183,9 +185,16 @@ class Forgetting:
                     where=where,
                     key=key,
                 )
-                found.append(_Search(version, index, location, request))
+                found.append(_Search(version, index, locations, request))
         return found
 
     def _search(self, search: _Search) -> pb.FindRowsResponse:
+        """Asks the nodes that serve a shard in turn. Raises the error of the last one."""
         assert self._find_rows is not None
-        return self._find_rows(search.location, search.request)
+        *others, last = search.locations
+        for location in others:
+            try:
+                return self._find_rows(location, search.request)
+            except NodeUnavailableError:
+                continue
+        return self._find_rows(last, search.request)

@@ -117,6 +117,17 @@ def test_a_node_that_was_away_erases_before_it_serves(tmp_path: Path) -> None:
         wait_until(lambda: not files_with_canaries(tmp_path / "nodes"), 30, "the erasure")
 
 
+def test_another_replica_is_searched_where_a_node_does_not_answer(tmp_path: Path) -> None:
+    with LocalCluster(2, tmp_path / "nodes", node_timeout_s=60.0) as cluster:
+        client = CacheClient(cluster.endpoint)
+        client.write("written", table(), replicas=2, target_shard_bytes=65_536)
+        cluster.nodes[1].kill()
+
+        found = client.forget("written", f"user = {PERSON}", reason="x", dry_run=True)
+
+        assert found.num_rows == ROWS // 400
+
+
 def test_conditions_and_signatures_that_are_wrong_are_named(cluster: LocalCluster) -> None:
     client = CacheClient(cluster.endpoint)
     client.write("written", table(), target_shard_bytes=65_536)
