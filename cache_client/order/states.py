@@ -216,12 +216,13 @@ def amended_from_dict(value: object) -> tuple[AmendedPart, ...]:
 
 def _notes(notes: object) -> Notes:
     """Check the notes of a state."""
+    given: Any = notes
     try:
         return {
             str(condition): {
                 checked_integer("act", number, 0): str(text) for number, text in dict(each).items()
             }
-            for condition, each in dict(notes).items()  # type: ignore[call-overload]
+            for condition, each in dict(given).items()
         }
     except (TypeError, ValueError) as error:
         raise ValueError(f"notes must map conditions to notes of acts: {error}") from None
