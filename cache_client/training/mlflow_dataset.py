@@ -13,7 +13,6 @@ from mlflow.data.dataset_source import DatasetSource
 from mlflow.types.schema import (
     AnyType,
     Array,
-    BaseType,
     ColSpec,
     DataType,
     Object,
@@ -130,12 +129,11 @@ class MlflowDataset(Dataset):
     @property
     def schema(self) -> Schema:
         """The columns that are read."""
-        return Schema(
-            [
-                ColSpec(_type(each.type), each.name, required=not each.nullable)
-                for each in self._logical
-            ]
-        )
+        columns: list[Any] = [
+            ColSpec(_type(each.type), each.name, required=not each.nullable)
+            for each in self._logical
+        ]
+        return Schema(columns)
 
     def to_dict(self) -> dict[str, str]:
         """What a tracking store keeps."""
@@ -143,7 +141,7 @@ class MlflowDataset(Dataset):
         return {**super().to_dict(), "schema": schema, "profile": json.dumps(self.profile)}
 
 
-def _type(dtype: pa.DataType) -> DataType | BaseType:
+def _type(dtype: pa.DataType) -> Any:
     """The type of MLflow with the values of an Arrow type; any type where there is none."""
     if pa.types.is_struct(dtype):
         fields = [dtype.field(i) for i in range(dtype.num_fields)]
