@@ -41,7 +41,7 @@ class Agents:
         number = len(self._started)
         launcher = [
             *("-m", "torch.distributed.run", "--nnodes", "1:4", "--nproc-per-node", "1"),
-            *("--max-restarts", "3", "--rdzv-backend", "c10d", "--rdzv-id", "elastic"),
+            *("--max-restarts", "3", "--rdzv-backend", "c10d", "--rdzv-id", "agents"),
             *("--rdzv-endpoint", self._endpoint, "--local-addr", "127.0.0.1"),
             *("--rdzv-conf", f"{RENDEZVOUS},is_host={int(number == 0)}"),
         ]

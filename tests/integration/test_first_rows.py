@@ -284,7 +284,7 @@ def test_tables_that_are_loaded_at_once_have_one_group(nodes: LocalCluster) -> N
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        ({"version": "now"}, "'now'"),
+        ({"version": "today"}, "'today'"),
         ({"shuffle": False}, "shuffle=True"),
         ({"skip_steps": {0: [1]}}, "excludes skip_steps"),
         ({"where": "a > 1", "fold": (0, 5)}, "excludes where, fold"),
