@@ -140,7 +140,13 @@ def test_a_failed_job_says_the_same_in_its_pod_and_a_longer_name_is_no_part_of_i
     ]
     # The corrected job of this name is not the failed one.
     cluster.delete("TrainJob", "run-2", namespace)
-    cluster.wait(namespace, lambda: cluster.get("TrainJob", "run-2", namespace) is None, "its end")
+    # Trainer takes the objects of a job of the same name that is deleted for those of the new one.
+    left = [("JobSet", "run-2"), ("ConfigMap", "run-2-runtime-snapshot")]
+    cluster.wait(
+        namespace,
+        lambda: not any(cluster.get(kind, name, namespace) for kind, name in left),
+        "the end of what the job had",
+    )
     cluster.apply(make_job("run-2"), namespace=namespace)
     assert wait_for_end(cluster, namespace, "run-2") == "Complete"
     assert diagnosis_of(cluster, namespace, "run-2").findings == ()
