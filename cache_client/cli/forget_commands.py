@@ -42,7 +42,7 @@ def forget(
         dry_run=dry_run,
         keep_condition=keep_condition,
         timeout_s=timeout_s,
-        on_progress=lambda act: None,
+        on_wait=_Told(),
     )
     if as_json or not act.number:
         shown = {**asdict(act), "num_rows": act.num_rows}
@@ -54,6 +54,18 @@ def forget(
         show_line("nothing was erased" if not act.num_rows else "a dry run: nothing was erased")
         return
     show_line(act.attestation)
+
+
+class _Told:
+    """Says what a command waits for, once for each reason."""
+
+    def __init__(self) -> None:
+        self._last = ""
+
+    def __call__(self, reason: str) -> None:
+        if reason != self._last:
+            typer.echo(f"waiting: {reason}", err=True)
+        self._last = reason
 
 
 def forgotten(

@@ -22,7 +22,7 @@ from cache_client.flight.routing import ShardMap
 from cache_client.job.connection import Access
 from cache_client.order.audit_record import AuditRecord
 from cache_client.order.due import Due
-from cache_client.order.erased import Notes, in_sorted, joined_rows
+from cache_client.order.erased import Notes, joined_rows
 from cache_client.order.order import EpochOrder, StepPlan, runs_of_steps
 from cache_client.order.permutation import Int64Array
 from cache_client.order.states import AmendedPart, amended_from_dict, parts_of
@@ -46,6 +46,7 @@ from cache_protocol.errors import (
     missing_package,
     some_of,
 )
+from cache_protocol.storage.row_sets import among
 
 
 class NotShownError(CacheError):
@@ -214,7 +215,7 @@ def step_rows(access: Access, question: Question) -> tuple[pa.Schema, list[StepR
 def _values(access: Access, shards: ShardMap, ids: Int64Array) -> list[dict[str, Any]]:
     """The values of rows; nulls for those that were erased."""
     erased = shards.erased
-    gone = in_sorted(ids, joined_rows([erased.left_out, erased.gone]))
+    gone = among(ids, joined_rows([erased.left_out, erased.gone]))
     there = iter(fetch_rows(access, shards, ids[~gone]).to_pylist() if not gone.all() else ())
     none = dict.fromkeys(shards.logical.names)
     return [none if is_gone else next(there) for is_gone in gone.tolist()]

@@ -12,6 +12,31 @@ from cache_protocol.storage.row_sets import decode_rows
 from cache_protocol.v1 import cache_pb2 as pb
 
 
+def erased_acts(
+    coordinator: Coordinator, name: str, fingerprint: str, start: int = 0
+) -> list[pb.ErasedRows]:
+    """The acts that erased rows of a version, in their order.
+
+    Args:
+        fingerprint: of the version; empty: the newest.
+        start: leave out so many acts, the first ones.
+
+    Raises:
+        DatasetNotFoundError, StaleVersionError: there is no such version.
+        NodeUnavailableError: the coordinator does not answer in time.
+    """
+    found: list[pb.ErasedRows] = []
+    more = True
+    while more:
+        request = pb.GetErasedRowsRequest(
+            dataset=name, fingerprint=fingerprint, start=start + len(found)
+        )
+        answer: pb.GetErasedRowsResponse = coordinator.ask("GetErasedRows", request)
+        found += answer.acts
+        fingerprint, more = answer.fingerprint, answer.more
+    return found
+
+
 def read_erased(access: Access, shards: ShardMap) -> Erased:
     """All rows of a version that were erased; a view leaves out those that its map knows.
 
@@ -19,16 +44,9 @@ def read_erased(access: Access, shards: ShardMap) -> Erased:
         DatasetNotFoundError, StaleVersionError: the version is gone.
         NodeUnavailableError: the coordinator does not answer in time.
     """
-    acts, more = dict(shards.erased.acts), True
-    while more:
-        answer: pb.GetErasedRowsResponse = Coordinator(access).ask(
-            "GetErasedRows",
-            pb.GetErasedRowsRequest(
-                dataset=shards.dataset, fingerprint=shards.fingerprint, start=len(acts)
-            ),
-        )
-        acts |= {act.number: decode_rows(act.rows) for act in answer.acts}
-        more = answer.more
+    acts = dict(shards.erased.acts)
+    new = erased_acts(Coordinator(access), shards.dataset, shards.fingerprint, len(acts))
+    acts |= {act.number: decode_rows(act.rows) for act in new}
     return Erased(acts, [0, *sorted(acts)][min(shards.erasures, len(acts))])
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cache_client.control.coordinator import Coordinator
+from cache_client.control.erasures import erased_acts
 from cache_client.control.row_reads import checked_name
 from cache_client.job.arguments import seconds_problems
 from cache_protocol.datasets.values import is_text
@@ -64,18 +65,8 @@ def erased_rows(
         DatasetNotFoundError, StaleVersionError: there is no such version.
         NodeUnavailableError: the coordinator does not answer in time.
     """
-    found: list[npt.NDArray[np.int64]] = []
-    while True:
-        answer: pb.GetErasedRowsResponse = coordinator.ask(
-            "GetErasedRows",
-            pb.GetErasedRowsRequest(
-                dataset=name, fingerprint=fingerprint, start=start + len(found)
-            ),
-        )
-        found += [decode_rows(act.rows) for act in answer.acts]
-        fingerprint = answer.fingerprint
-        if not answer.more:
-            return found
+    acts = erased_acts(coordinator, name, fingerprint, start)
+    return [decode_rows(act.rows) for act in acts]
 
 
 def known_erased(
@@ -102,7 +93,7 @@ class Forgets:
         dry_run: bool = False,
         keep_condition: bool = False,
         timeout_s: float = 600.0,
-        on_progress: Callable[[ForgetInfo], None] | None = None,
+        on_wait: Callable[[str], None] | None = None,
     ) -> ForgetInfo:
         """Erases the rows of a dataset that fulfil conditions: in all versions, on all nodes.
 
@@ -114,7 +105,7 @@ class Forgets:
             dry_run: only count the rows.
             keep_condition: write the conditions into the attestation: they may name a person.
             timeout_s: to wait until no node has the rows. The cache continues the act afterwards.
-            on_progress: called with the act while it waits.
+            on_wait: called with what it waits for, again and again.
 
         Returns:
             The act, with its attestation. Without a number, if there was no such row.
@@ -143,10 +134,10 @@ class Forgets:
             dry_run=dry_run,
             keep_condition=keep_condition,
         )
-        act = self._begin_forget(request, deadline)
+        act = self._begin_forget(request, deadline, on_wait)
         while not act.done and act.number:
-            if on_progress is not None:
-                on_progress(act)
+            if on_wait is not None:
+                on_wait(some_of(act.waits))
             if time.monotonic() > deadline:
                 raise NotReadyError(
                     f"act {act.number} on dataset {name!r} is not done within {timeout_s:g} s, and "
@@ -156,14 +147,18 @@ class Forgets:
             (act,) = self.forgotten(name, number=act.number)
         return act
 
-    def _begin_forget(self, request: pb.ForgetRowsRequest, deadline: float) -> ForgetInfo:
+    def _begin_forget(
+        self, request: pb.ForgetRowsRequest, deadline: float, on_wait: Callable[[str], None] | None
+    ) -> ForgetInfo:
         """Begins an act, as soon as nothing is in its way."""
         while True:
             try:
                 return _act(self._coordinator.ask("ForgetRows", request, deadline).act)
-            except NotReadyError:
+            except NotReadyError as error:
                 if time.monotonic() + _LOOK_EVERY_S > deadline:
                     raise
+                if on_wait is not None:
+                    on_wait(str(error))
                 time.sleep(_LOOK_EVERY_S)
 
     def forgotten(self, name: str = "", *, number: int = 0) -> list[ForgetInfo]:

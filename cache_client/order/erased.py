@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cache_client.order.permutation import Int64Array
+from cache_protocol.storage.row_sets import among
 
 NO_ROWS: Final[Int64Array] = np.empty(0, np.int64)
 
@@ -76,7 +77,7 @@ class Rest:
         """Which of some ascending rows it has, and their places."""
         first, last = np.searchsorted(rows, [self.rows.start, self.rows.stop])
         which = np.arange(first, last, dtype=np.int64)
-        which = which[~in_sorted(rows[first:last], self.left_out)]
+        which = which[~among(rows[first:last], self.left_out)]
         found = rows[which]
         return which, found - self.rows.start - np.searchsorted(self.left_out, found)
 
@@ -94,15 +95,6 @@ def count_at_most(ascending: Int64Array, values: Int64Array) -> Int64Array:
         return np.zeros(len(values), np.int64)
     first, last = np.searchsorted(ascending, [values.min(), values.max() + 1])
     found: Int64Array = np.searchsorted(ascending[first:last], values, side="right") + first
-    return found
-
-
-def in_sorted(values: npt.NDArray[np.integer[Any]], ascending: Int64Array) -> npt.NDArray[np.bool_]:
-    """Whether each value is in an ascending list."""
-    if not len(ascending):
-        return np.zeros(len(values), np.bool_)
-    at = np.minimum(np.searchsorted(ascending, values), len(ascending) - 1)
-    found: npt.NDArray[np.bool_] = ascending[at] == values
     return found
 
 

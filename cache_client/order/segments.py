@@ -25,9 +25,10 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from cache_client.order.erased import NO_ROWS, Listed, Rest, count_at_most, in_sorted
+from cache_client.order.erased import NO_ROWS, Listed, Rest, count_at_most
 from cache_client.order.order import EpochOrder
 from cache_client.order.permutation import Int64Array, splitmix64
+from cache_protocol.storage.row_sets import among
 
 _MOST: Final = 2**62  # of the product of two lengths, in 64 bits
 MOST_MOVED: Final = 2**17
@@ -112,17 +113,17 @@ class Stream:
             which, items = self.rows.find(rows)
         else:
             values = self.rows.values
-            items = np.flatnonzero(in_sorted(values, rows))
+            items = np.flatnonzero(among(values, rows))
             which = np.searchsorted(rows, values[items])
         places = self.order.positions(items)
-        kept = ~in_sorted(places, self._out)
+        kept = ~among(places, self._out)
         return which[kept], places[kept]
 
     def left_of(self, places: Int64Array) -> Int64Array:
         """The inverse of `places`; -1 for those that are over or left out."""
         left = places - self.start
         left -= np.searchsorted(self._out, places) - self._passed
-        left[(places < self.start) | in_sorted(places, self._out)] = -1
+        left[(places < self.start) | among(places, self._out)] = -1
         return left
 
     def after(self, count: int) -> Stream:
@@ -440,7 +441,7 @@ def _changed_spans(before: range | Rest, now: range | Rest) -> tuple[Int64Array,
     """As `_changed`, of rows that both have in their ranges; without counting all rows."""
     (rows, was_out), (_, out) = _span(before), _span(now)
     out = out[: np.searchsorted(out, rows.stop)]
-    lost, back = out[~in_sorted(out, was_out)], was_out[~in_sorted(was_out, out)]
+    lost, back = out[~among(out, was_out)], was_out[~among(was_out, out)]
     changed = np.concatenate([lost, back])
     order = np.argsort(changed)
     return changed[order], (order >= len(lost)).astype(np.int64)
@@ -458,7 +459,7 @@ def _changed(before: Due, now: Due) -> tuple[Int64Array, Int64Array]:
     """The rows that are due another number of times, ascending, and how often they are due now."""
     was, due = _listed(before), _listed(now)
     if are_distinct(before) and are_distinct(now):  # without counting all rows
-        lost, gained = was[~in_sorted(was, due)], due[~in_sorted(due, was)]
+        lost, gained = was[~among(was, due)], due[~among(due, was)]
         rows = np.concatenate([lost, gained])
         order = np.argsort(rows)
         return rows[order], (order >= len(lost)).astype(np.int64)

@@ -91,11 +91,12 @@ class LocalShards:
         self._num_rows = [n if shard in self._files else 0 for shard, n in enumerate(num_rows)]
         self._is_mapped = np.zeros(len(num_rows), np.bool_)
         self._mapped: dict[int, MappedShard] = {}
-        self._erased: Ids = np.empty(0, np.int64)
-        for shard, (_, sealed) in self._files.items():
-            if sealed.erased:
-                rows = decode_rows(base64.b64decode(sealed.erased)) + int(shards.starts[shard])
-                self._erased = np.union1d(self._erased, rows)
+        erased = [
+            decode_rows(base64.b64decode(sealed.erased)) + int(shards.starts[shard])
+            for shard, (_, sealed) in self._files.items()
+            if sealed.erased
+        ]
+        self._erased: Ids = np.sort(np.concatenate([*erased, np.empty(0, np.int64)]))
 
     @property
     def shards(self) -> set[int]:

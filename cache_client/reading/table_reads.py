@@ -16,6 +16,7 @@ from cache_client.reading.shard_maps import wait_for_shard_map
 from cache_client.reading.window_sizes import row_bytes
 from cache_protocol.errors import ConfigError
 from cache_protocol.storage.row_index import Ids
+from cache_protocol.storage.row_sets import among
 from cache_protocol.wire.credentials import Credentials
 
 WINDOW_BYTES = 32 * 1024 * 1024  # about the bytes of one batch
@@ -48,7 +49,7 @@ def read_table(
         raise ConfigError(
             f"rows must be a range of consecutive rows within {shards.num_rows}, got {rows}"
         )
-    left_out = np.concatenate([*erased(shards.fingerprint), np.empty(0, np.int64)])
+    left_out = np.sort(np.concatenate([*erased(shards.fingerprint), np.empty(0, np.int64)]))
     reader = Reader(
         endpoint,
         shards,
@@ -67,7 +68,7 @@ def _batches(
 ) -> Iterator[pa.RecordBatch]:
     size = max(1, WINDOW_BYTES // row_bytes(shards))
     windows = (
-        window[~np.isin(window, left_out)] if len(left_out) else window
+        window[~among(window, left_out)] if len(left_out) else window
         for start in range(rows.start, rows.stop, size)
         for window in [np.arange(start, min(start + size, rows.stop), dtype=np.int64)]
     )

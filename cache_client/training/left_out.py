@@ -15,9 +15,10 @@ import numpy as np
 from cache_client.control.erasures import read_erased
 from cache_client.flight.routing import ShardMap
 from cache_client.job.connection import Access
-from cache_client.order.erased import Erased, in_sorted, joined_rows
+from cache_client.order.erased import Erased, joined_rows
 from cache_client.order.permutation import Int64Array
 from cache_protocol.errors import ErasedRowsError
+from cache_protocol.storage.row_sets import among
 
 MOST_ASKS = 8  # for rows that are erased one act after the other
 
@@ -94,13 +95,13 @@ class LeftOut:
 
     def another(self, row_ids: Int64Array) -> int:
         """A row that is there, one of some if one of them is."""
-        there = row_ids[~in_sorted(row_ids, self.every)]
+        there = row_ids[~among(row_ids, self.every)]
         if len(there):
             return int(there[0])
         for each in self.known:
             out = np.union1d(each.erased.left_out, each.erased.gone)
             near = np.arange(min(len(out) + 1, each.shards.num_rows), dtype=np.int64)
-            there = near[~in_sorted(near, out)]
+            there = near[~among(near, out)]
             if len(there):
                 return int(there[0]) + each.first
         raise ErasedRowsError("every row of the dataset was erased")

@@ -19,7 +19,7 @@ from cache_client.epochs.observer import Observer, SharedDigests
 from cache_client.epochs.passes import Pass
 from cache_client.flight.call_threads import CallThreads
 from cache_client.order.digests import Words, step_digests
-from cache_client.order.erased import NO_ROWS, in_sorted
+from cache_client.order.erased import NO_ROWS
 from cache_client.order.order import StepPlan, step_windows
 from cache_client.order.permutation import Int64Array
 from cache_client.reading.counts import ReadCounts, SharedCounts
@@ -32,6 +32,7 @@ from cache_client.view_options.job_view import Assemble
 from cache_client.views.due import samples_of
 from cache_client.views.view import NO_SHUFFLE, Samples
 from cache_protocol.errors import ErasedRowsError, NodeUnavailableError
+from cache_protocol.storage.row_sets import among
 from cache_protocol.wire import tracing
 
 
@@ -121,7 +122,7 @@ def ask_for_window(
             )
             digests, repeated = step_digests(slots, sizes) if audits else None, None
             if pads and samples.lengths is None and opened.left_out.any:
-                repeated = in_sorted(samples.row_ids, opened.left_out.every)
+                repeated = among(samples.row_ids, opened.left_out.every)
                 if repeated.any():
                     other = opened.left_out.another(samples.row_ids)
                     row_ids = np.where(repeated, other, samples.row_ids)

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from cache_client.order.erased import Rest, in_sorted
+from cache_client.order.erased import Rest
 from cache_client.order.permutation import Int64Array
 from cache_client.view_options.columns import VersionNodes, selected_rows
 from cache_client.view_options.options import View
@@ -27,6 +27,7 @@ from cache_client.views.splits import (
 )
 from cache_client.views.view import PlainView, SlotView
 from cache_protocol.errors import ConfigError
+from cache_protocol.storage.row_sets import among
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +71,7 @@ def make_selection(options: View, version: VersionNodes) -> SlotView:
     else:
         for each in ranges:
             row_ids = row_ids[each.holds(row_ids)]
-        row_ids = row_ids[~in_sorted(row_ids, left_out)]
+        row_ids = row_ids[~among(row_ids, left_out)]
         if conditions:
             row_ids = row_ids[_ascending("", version, conditions, []).contains(row_ids)]
         view = rows_in_order(identity, row_ids, version.shards.num_rows)
@@ -149,7 +150,7 @@ def _without(
     if not len(rows) or not len(numbers):
         return numbers
     own = rows[slice(*np.searchsorted(rows, [first, first + int(numbers[-1]) + 1]))] - first
-    return numbers[~in_sorted(numbers.astype(np.int64), own)] if len(own) else numbers
+    return numbers[~among(numbers.astype(np.int64), own)] if len(own) else numbers
 
 
 def _in_ranges(

@@ -22,11 +22,11 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from cache_client.order.erased import in_sorted
 from cache_client.order.load_log import GroupLog
 from cache_client.order.order import EpochOrder
 from cache_client.order.permutation import Int64Array
 from cache_protocol.errors import ConfigError
+from cache_protocol.storage.row_sets import among
 
 IntArray = npt.NDArray[np.signedinteger]
 
@@ -78,7 +78,7 @@ class Samples:
 
         A slot that has no other rows is left out.
         """
-        kept = ~in_sorted(self.row_ids, rows)
+        kept = ~among(self.row_ids, rows)
         if kept.all():
             return self, slots_of_steps
         lengths = np.ones(sum(slots_of_steps), np.int64) if self.lengths is None else self.lengths

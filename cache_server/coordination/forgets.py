@@ -7,6 +7,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Iterable
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -130,7 +131,7 @@ class Forgets:
                 for number, act in self.open_acts.items():
                     self._apply(state, number, act)
                 self._is_applied = True
-            for key, version in state.versions.items():
+            for key, version in state.versions.items() if self._tombstones else ():
                 if version.tombstones != (number := self.number(key.dataset)):
                     version.tombstones = number
                     state.mark_changed(key)
@@ -197,22 +198,24 @@ class Forgets:
             if version is not None:
                 version.save(state.catalogue)
                 for index, shard in about["shards"].items():
-                    shard["after"] = version.sealed[int(index)].checksum
+                    sealed = version.sealed.get(int(index))
+                    shard["after"] = sealed.checksum if sealed else ""  # it is loaded again
         done = {name: act[name] for name in _ATTESTED}
         if "conditions" in act:
             done["conditions"] = act["conditions"]
-        before = [each["attestation"] for n, each in self._acts.items() if n < number]
+        signed_before = [each for each in self._acts.values() if "attestation" in each]
+        last = max(signed_before, key=itemgetter("place"), default=None)  # acts overtake each other
         done |= {
             "format": 1,
             "done_s": time.time(),
             "cache": state.catalogue.id(),
             "nodes": sorted(alive),
             "away": sorted(away),
-            "previous": attestations.digest(before[-1]) if before and before[-1] else "",
+            "previous": attestations.digest(last["attestation"]) if last else "",
         }
         signed = attestations.sign(done, self._book.keys()["sign"])
         kept = {k: v for k, v in act.items() if k not in ("rows", "tombstones")}
-        kept["attestation"] = signed
+        kept |= {"attestation": signed, "place": len(signed_before)}
         self._book.write_act(number, kept)
         self._acts[number] = kept
         del self.open_acts[number]

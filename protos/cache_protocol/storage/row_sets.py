@@ -6,6 +6,8 @@ seven bits a byte, the lowest first, and a high bit if more follow. So runs take
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
@@ -57,8 +59,8 @@ def union(one: bytes, other: bytes) -> bytes:
     return encode_rows(np.union1d(decode_rows(one), decode_rows(other)))
 
 
-def among(rows: RowIds, sorted_rows: RowIds) -> npt.NDArray[np.bool_]:
-    """Whether each of some rows is among sorted ones."""
+def among(rows: npt.NDArray[np.integer[Any]], sorted_rows: RowIds) -> npt.NDArray[np.bool_]:
+    """Whether each of some rows, in any order, is among ascending ones."""
     if not len(sorted_rows):
         return np.zeros(len(rows), np.bool_)
     at = np.searchsorted(sorted_rows, rows)

@@ -59,6 +59,11 @@ _REMEDIES: tuple[tuple[str, str], ...] = (
         "torch-distributed-data-cache-colocated-default-scheduler.",
     ),
     (
+        r"snapshot configmap exists but is owned by another",
+        "A TrainJob of this name was deleted just before, and what it had was still there. Delete "
+        "this TrainJob, wait until `kubectl get jobset` does not show it, and create it again.",
+    ),
+    (
         r"exceeded quota",
         "The namespace has no quota left for the pods. Ask for less, or ask an administrator for "
         "more (`kubectl describe resourcequota`).",

@@ -192,6 +192,17 @@ CASES = {
         "at most 33",
         None,
     ),
+    "a name that was just used": Case(
+        "`owned by another object`",
+        lambda made: trainer_refuses(
+            made,
+            "TrainJob resources reconciliation failed: getting runtime snapshot: invalid runtime "
+            "snapshot: a snapshot configmap exists but is owned by another object",
+        ),
+        "owned by another object",
+        "was deleted just before",
+        None,
+    ),
     "a full quota": Case("`exceeded quota`", quota, "exceeded quota: team", "no quota left"),
     "an insecure pod": Case(
         "`violates PodSecurity`",
