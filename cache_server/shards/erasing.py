@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +18,7 @@ import pyarrow as pa
 from cache_protocol.storage.row_sets import RowIds
 from cache_protocol.storage.shard_files import MappedShard
 
-_Places = npt.NDArray[np.int64]
+_Bytes = npt.NDArray[np.uint8]
 
 
 def erase(path: Path, shard: MappedShard, places: RowIds) -> None:
@@ -45,63 +45,59 @@ def erase(path: Path, shard: MappedShard, places: RowIds) -> None:
         path.chmod(0o444)
 
 
-def _overwrite(target: npt.NDArray[np.uint8], shard: MappedShard, places: RowIds) -> None:
+def _overwrite(target: _Bytes, shard: MappedShard, places: RowIds) -> None:
     for index, matrix in shard.matrices.items():
         row_bytes = matrix.shape[1] * matrix.itemsize
         start = shard.offset(index)
         rows = target[start : start + len(matrix) * row_bytes].reshape(len(matrix), row_bytes)
         rows[places] = 0
-    base = shard.address
     for index, column in enumerate(shard.layout.columns):
         if column.kind == "plain":
-            for start, stop in _ranges(shard.batch.column(index), places):
-                target[start - base : stop - base] = 0
+            _zero(target, shard.address, shard.batch.column(index), places)
 
 
-def _ranges(array: pa.Array, places: _Places) -> Iterator[tuple[int, int]]:
-    """The addresses of the values of some rows; offsets were checked before."""
+def _zero(target: _Bytes, base: int, array: pa.Array, places: RowIds) -> None:
+    """Overwrites some values of an array; its offsets were checked before.
+
+    Args:
+        base: the address at which ``target`` begins, as arrays have it.
+    """
     if not len(places):
         return
     kind, types = array.type, pa.types
     if types.is_struct(kind):
         for child in range(kind.num_fields):
-            yield from _ranges(array.field(child), places + array.offset)
+            _zero(target, base, array.field(child), places)
         return
     if types.is_fixed_size_list(kind):
         width = kind.list_size
         inner = (places[:, None] + array.offset) * width + np.arange(width)
-        yield from _ranges(array.values, inner.reshape(-1))
+        _zero(target, base, array.values, inner.reshape(-1))
         return
     if types.is_list(kind) or types.is_large_list(kind) or types.is_map(kind):
         offsets = array.offsets.to_numpy()
-        child = array.values if not types.is_map(kind) else _entries(array)
         runs = [np.arange(offsets[at], offsets[at + 1]) for at in places.tolist()]
-        yield from _ranges(child, np.concatenate(runs).astype(np.int64))
+        inner = np.concatenate(runs).astype(np.int64)
+        for child in (array.keys, array.items) if types.is_map(kind) else (array.values,):
+            _zero(target, base, child, inner)
         return
     buffers = array.buffers()
-    data = buffers[-1]
+    data, own = buffers[-1], places + array.offset
     if data is None:
         return
+    start = data.address - base
     if types.is_string(kind) or types.is_binary(kind):
-        yield from _texts(array, buffers[1], data, places, np.dtype(np.int32))
+        _zero_texts(target, start, np.frombuffer(buffers[1], np.int32), own)
     elif types.is_large_string(kind) or types.is_large_binary(kind):
-        yield from _texts(array, buffers[1], data, places, np.dtype(np.int64))
-    elif types.is_boolean(kind):  # eight rows a byte: those around it are kept by no one
-        raise AssertionError("booleans are stored as bytes")
+        _zero_texts(target, start, np.frombuffer(buffers[1], np.int64), own)
+    elif types.is_boolean(kind):  # eight values a byte, which other rows may share
+        np.bitwise_and.at(target, start + own // 8, ~(np.uint8(1) << (own % 8).astype(np.uint8)))
     else:
         width = kind.bit_width // 8
-        for at in (places + array.offset).tolist():
-            yield data.address + at * width, data.address + (at + 1) * width
+        values = target[start : start + data.size // width * width].reshape(-1, width)
+        values[own] = 0
 
 
-def _entries(array: pa.Array) -> pa.Array:
-    return pa.StructArray.from_arrays([array.keys, array.items], names=["key", "value"])
-
-
-def _texts(
-    array: pa.Array, offsets: pa.Buffer, data: pa.Buffer, places: _Places, dtype: np.dtype
-) -> Iterator[tuple[int, int]]:
-    bounds = np.frombuffer(offsets, dtype)
-    for at in (places + array.offset).tolist():
-        if bounds[at + 1] > bounds[at]:
-            yield data.address + int(bounds[at]), data.address + int(bounds[at + 1])
+def _zero_texts(target: _Bytes, start: int, bounds: npt.NDArray[Any], places: RowIds) -> None:
+    for at in places.tolist():
+        target[start + int(bounds[at]) : start + int(bounds[at + 1])] = 0

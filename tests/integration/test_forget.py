@@ -22,7 +22,7 @@ CANARY = b"canary-of-user-7"
 
 
 def table(num_rows: int = ROWS) -> pa.Table:
-    """Rows with 16-byte canaries in a string, a list and a blob of user 7."""
+    """Rows with 16-byte canaries in values of each kind of user 7."""
     ids = np.arange(num_rows)
     texts = [CANARY.decode() if i % 400 == PERSON else f"text of row {i:06}" for i in ids]
     return pa.table(
@@ -32,6 +32,14 @@ def table(num_rows: int = ROWS) -> pa.Table:
             "text": texts,
             "tags": [[each, each] for each in texts],
             "blob": [each.encode() for each in texts],
+            "flags": [[True, i % 2 == 0] for i in ids],
+            "pair": pa.array([[each, each] for each in texts], pa.list_(pa.string(), 2)),
+            "struct": [{"text": each, "on": True} for each in texts],
+            "messages": [
+                [{"role": "user", "text": each, "read": i % 2 == 0}]
+                for i, each in zip(ids, texts, strict=True)
+            ],
+            "map": pa.array([[(each, True)] for each in texts], pa.map_(pa.string(), pa.bool_())),
         }
     )
 

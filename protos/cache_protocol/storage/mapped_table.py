@@ -185,12 +185,14 @@ class _RowsByShard:
             for shard, rows in self._parts:
                 shard.check_rows(index, rows)
             return
-        levels = [shard.levels(index) for shard, _ in self._parts]
-        outer = levels[0][0].offsets.dtype
+        levels = [level for shard, _ in self._parts for level in shard.levels(index)]
+        if not levels:
+            return
+        outer = levels[0].offsets.dtype
         num_rows = len(self._grouped.rows)
         starts, stops, limits = (np.empty(num_rows, outer) for _ in range(3))
         start = 0
-        for (_, rows), ((offsets, limit), *_) in zip(self._parts, levels, strict=True):
+        for (_, rows), (offsets, limit, _) in zip(self._parts, levels, strict=True):
             stop = start + (rows.stop - rows.start if isinstance(rows, slice) else len(rows))
             if isinstance(rows, slice):
                 starts[start:stop] = offsets[rows]
@@ -200,7 +202,7 @@ class _RowsByShard:
                 offsets[1:].take(rows, 0, stops[start:stop], "clip")
             limits[start:stop] = limit
             start = stop
-        if len(levels[0]) > 1 or not are_within(starts, stops, limits):
+        if levels[0].inner or not are_within(starts, stops, limits):
             for shard, rows in self._parts:
                 shard.check_rows(index, rows)
 

@@ -29,20 +29,30 @@ class Level(NamedTuple):
     Attributes:
         offsets: a view of the column; one more than values.
         limit: the largest offset that is allowed.
+        inner: the levels of what the values are of: several for maps and lists of structs.
     """
 
     offsets: _Offsets
     limit: int
+    inner: tuple[Level, ...] = ()
 
 
 def levels_of(array: pa.Array) -> tuple[Level, ...]:
-    """The levels of a column that is no slice, outermost first; none for numbers.
+    """The outermost levels of a column that is no slice; none for numbers.
 
     Raises:
         ValueError: it has fewer offsets than values.
     """
     types, dtype = pa.types, array.type
-    is_list = types.is_list(dtype) or types.is_large_list(dtype)
+    if types.is_struct(dtype):
+        fields = map(array.field, range(dtype.num_fields))
+        return tuple(level for field in fields for level in levels_of(field))
+    if types.is_fixed_size_list(dtype):
+        inner = levels_of(array.values)
+        offsets = np.arange(len(array) + 1, dtype=np.int64) * dtype.list_size
+        return (Level(offsets, len(array.values), inner),) if inner else ()
+    is_map = types.is_map(dtype)
+    is_list = is_map or types.is_list(dtype) or types.is_large_list(dtype)
     is_large = types.is_large_list(dtype)
     if not is_list:
         is_large = types.is_large_string(dtype) or types.is_large_binary(dtype)
@@ -52,9 +62,11 @@ def levels_of(array: pa.Array) -> tuple[Level, ...]:
     buffers = array.buffers()
     has_rows = len(array) > 0  # else there may be no buffer
     offsets = np.frombuffer(buffers[1], kind, len(array) + 1) if has_rows else np.zeros(1, kind)
-    if is_list:
-        return Level(offsets, len(array.values)), *levels_of(array.values)
-    return (Level(offsets, 0 if buffers[2] is None else buffers[2].size),)
+    if not is_list:
+        return (Level(offsets, 0 if buffers[2] is None else buffers[2].size),)
+    values = (array.keys, array.items) if is_map else (array.values,)
+    inner = tuple(level for each in values for level in levels_of(each))
+    return (Level(offsets, len(values[0]), inner),)
 
 
 def run_is_sound(levels: Sequence[Level], start: int, stop: int) -> bool:
@@ -62,28 +74,38 @@ def run_is_sound(levels: Sequence[Level], start: int, stop: int) -> bool:
 
     A slice of a list column holds all inner values, so Arrow looks at the last of these, too.
     """
-    if not all(0 <= offsets[0] <= offsets[-1] <= limit for offsets, limit in levels[1:]):
+    return all(_run_is_sound(level, start, stop) for level in levels)
+
+
+def _run_is_sound(level: Level, start: int, stop: int) -> bool:
+    if not all(_ends_are_sound(each) for each in level.inner):
         return False
-    for offsets, limit in levels:
-        if start == stop:
-            break
-        run = offsets[start : stop + 1]
-        start, stop = int(run[0]), int(run[-1])
-        if start < 0 or stop > limit or not (run[1:] >= run[:-1]).all():
-            return False
-    return True
+    if start == stop:
+        return True
+    run = level.offsets[start : stop + 1]
+    start, stop = int(run[0]), int(run[-1])
+    if start < 0 or stop > level.limit or not (run[1:] >= run[:-1]).all():
+        return False
+    return run_is_sound(level.inner, start, stop)
+
+
+def _ends_are_sound(level: Level) -> bool:
+    is_sound = 0 <= level.offsets[0] <= level.offsets[-1] <= level.limit
+    return bool(is_sound) and all(map(_ends_are_sound, level.inner))
 
 
 def rows_are_sound(levels: Sequence[Level], rows: Ids) -> bool:
     """Whether the offsets of these values, in any order, stay within their bounds."""
-    for depth, (offsets, limit) in enumerate(levels, start=1):
+    for offsets, limit, inner in levels:
         starts, stops = np.take(offsets, rows), np.take(offsets[1:], rows)
         if not are_within(starts, stops, limit):
             return False
-        if depth < len(levels):
+        if inner:
             lengths = stops - starts
             before = np.cumsum(lengths, dtype=np.int64) - lengths
-            rows = np.arange(int(lengths.sum())) + np.repeat(starts - before, lengths)
+            values = np.arange(int(lengths.sum())) + np.repeat(starts - before, lengths)
+            if not rows_are_sound(inner, values):
+                return False
     return True
 
 

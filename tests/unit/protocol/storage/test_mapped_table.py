@@ -234,3 +234,28 @@ def test_more_rows_than_there_are_addresses_for_are_an_error() -> None:
     rows = 2**62 // mmap.PAGESIZE
     with pytest.raises(OSError, match="cannot map"):
         MappedTable(LAYOUT, np.array([0]), [rows])
+
+
+_PAIRS = [[("a", 1)], [], None, [("bc", 2), ("d", 3)], [("e", 4)]]
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        pa.array(_PAIRS, pa.map_(pa.string(), pa.int64())),
+        pa.array([[{"t": "a", "n": [1]}], [], None, [{"t": "bc", "n": []}], [{"t": "", "n": [2]}]]),
+        pa.array(
+            [[["a", "b"]], [], None, [["c", "d"], None], []], pa.list_(pa.list_(pa.string(), 2))
+        ),
+        pa.nulls(5),
+    ],
+    ids=lambda column: str(column.type),
+)
+def test_nested_rows_with_gaps_between_them_are_gathered(tmp_path: Path, column: pa.Array) -> None:
+    batch = pa.record_batch([column], ["c"])
+    layout, shard = shard_of(tmp_path / "shard", 0, batch)
+    table = MappedTable(layout, np.array([0]), [len(batch)])
+    table.attach(0, shard)
+    rows = np.array([4, 0, 3, 0])
+    found = table.gather(rows, np.zeros(4, np.intp), Selection(layout, ["c"]))
+    assert layout.unpack(found).column(0).equals(column.take(pa.array(rows)))
