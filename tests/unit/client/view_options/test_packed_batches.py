@@ -139,7 +139,7 @@ def test_a_batch_is_that_of_loops(lengths, length, cut, long, fits_best, end, la
 
 
 def of_best_fit(view, documents):
-    """The sequences of a view, if they are those of a loop over documents, the longest first."""
+    """The sequences of a view, if they are as full as those of a loop: longest document first."""
     size, bins = view.sequence_length, []
     for document in sorted(filter(None, documents), key=len, reverse=True):
         fitting = [each for each in bins if size - sum(each) >= len(document)]
@@ -153,7 +153,9 @@ def of_best_fit(view, documents):
     assert sorted(row for each in rows for row in each) == [
         row for row, document in enumerate(documents) if document
     ]
-    assert sorted([len(documents[row]) for row in each] for each in rows) == sorted(bins)
+    # Which of two sequences with the same room takes a document is open: what fills them is not.
+    filled = sorted(sum(len(documents[row]) for row in each) for each in rows)
+    assert filled == sorted(map(sum, bins))
     return [[(row, i) for row in each for i in range(len(documents[row]))] for each in rows]
 
 
