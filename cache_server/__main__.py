@@ -32,6 +32,7 @@ from cache_protocol.errors import (
     missing_package,
 )
 from cache_protocol.wire import lineage, zones
+from cache_server.auth.etcd import Etcd
 from cache_server.auth.kubernetes import SERVICE_ACCOUNT_DIR, Cluster
 from cache_server.config import NodeConfig
 from cache_server.local import LocalCluster, checked_settings, describe_nodes
@@ -120,6 +121,7 @@ def serve(
                 "allow_source": [""] if load_from_env else None,
                 "cluster": Cluster.from_env(os.environ, service_account_dir),
                 "zone": os.environ.get(zones.VARIABLE) or None,
+                **_etcd_from_env(settings["leader_election"]),
                 **(_token_from_env() if token_from_env and not settings["token_file"] else {}),
                 **given(settings),
             }
@@ -314,6 +316,12 @@ def _memory_limit(text: str | None) -> int | None:
         return parse_bytes(text) if text is not None else None
     except ValueError as error:
         raise ConfigError(f"--memory-limit {error}") from None
+
+
+def _etcd_from_env(leader_election: str | None) -> dict[str, Etcd]:
+    """Where etcd is, if it elects."""
+    elects = leader_election is not None and leader_election.startswith("etcd:")
+    return {"etcd": Etcd.from_env(os.environ)} if elects else {}
 
 
 def _token_from_env() -> dict[str, str | None]:

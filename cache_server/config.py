@@ -34,6 +34,7 @@ from cache_protocol.storage.memory_budget import (
 )
 from cache_protocol.wire import zones
 from cache_protocol.wire.credentials import Credentials
+from cache_server.auth.etcd import Etcd
 from cache_server.auth.kubernetes import Cluster
 from cache_server.auth.namespace_shares import NamespaceShare, parse_share
 from cache_server.machine import MACHINE_BYTES, is_in_memory, memory_limit_bytes
@@ -193,6 +194,7 @@ class NodeConfig(BaseModel):
         ),
     ] = None
     cluster: Cluster = Cluster()  # where this pod finds the API server
+    etcd: Etcd = Etcd()  # where etcd is
     tls_cert: Annotated[
         str | None,
         Flag(
@@ -238,12 +240,13 @@ class NodeConfig(BaseModel):
     ] = None
     leader_election: Annotated[
         str | None,
-        Field(pattern=r"^kubernetes:[a-z0-9-]{1,63}/[a-z0-9-]{1,63}$"),
-        _described_as("kubernetes:NAMESPACE/NAME of a Lease"),
+        Field(pattern=r"^(kubernetes:[a-z0-9-]{1,63}/|etcd:)[a-z0-9-]{1,63}$"),
+        _described_as("kubernetes:NAMESPACE/NAME of a Lease, or etcd:NAME"),
         Flag(
             "Instead of --coordinator: the nodes elect it, and another one when it is lost, by the "
-            "Lease NAME of a namespace of Kubernetes. The catalogue is in ConfigMaps beside it.",
-            metavar="kubernetes:<namespace>/<name>",
+            "Lease NAME of a namespace of Kubernetes, or by etcd, which they find as etcdctl does. "
+            "The catalogue is there, too.",
+            metavar="kubernetes:<namespace>/<name>|etcd:<name>",
         ),
     ] = None
     num_nodes: Annotated[
@@ -481,8 +484,8 @@ class NodeConfig(BaseModel):
 
     @property
     def lease(self) -> tuple[str, str]:
-        """Namespace and name of the Lease of ``leader_election``."""
-        namespace, _, name = (self.leader_election or "").partition(":")[2].partition("/")
+        """Namespace and name of the lease of ``leader_election``; etcd has no namespaces: ""."""
+        namespace, _, name = (self.leader_election or "").partition(":")[2].rpartition("/")
         return namespace, name
 
     def memory(self) -> NodeMemory:

@@ -43,7 +43,9 @@ from cache_server.egress import gate
 from cache_server.egress.allowed_sources import AllowedSources
 from cache_server.election.cluster_objects import ClusterObjects
 from cache_server.election.election import Election
+from cache_server.election.etcd import EtcdStore
 from cache_server.election.lease import identity
+from cache_server.election.objects import ElectionStore
 from cache_server.functions.declared import Function
 from cache_server.functions.installed import installed
 from cache_server.node import peer_files
@@ -254,9 +256,8 @@ class CacheServer:
         config = self._config
         make = partial(_coordinator, config, self._credentials, sources, functions, self.endpoints)
         if config.leader_election is not None:
-            objects = ClusterObjects(config.cluster, *config.lease)
             me = identity(node.control_location, node.process)
-            self._election = Election(objects, me, make, self._credentials)
+            self._election = Election(_election_store(config), me, make, self._credentials)
             stack.enter_context(self._election)
             return self._election.own, self._election.link
         if config.is_coordinator:
@@ -497,6 +498,14 @@ def _coordinator(
         shares=config.namespace_share,
         find_rows=partial(peer_files.find_rows, credentials=credentials),
     )
+
+
+def _election_store(config: NodeConfig) -> ElectionStore:
+    """Where the nodes elect their coordinator."""
+    namespace, name = config.lease
+    if namespace:
+        return ClusterObjects(config.cluster, namespace, name)
+    return EtcdStore(config.etcd, name)
 
 
 def _node_functions(

@@ -1,4 +1,4 @@
-"""Nodes on this machine that elect their coordinator by a Lease of a real API server."""
+"""Nodes on this machine that elect their coordinator, by a Lease of an API server or by etcd."""
 
 from __future__ import annotations
 
@@ -31,26 +31,31 @@ class ElectedNodes:
     """Node processes with one Lease; a context manager.
 
     Args:
-        kubeconfigs: of the API server; one for each node, or one for all.
+        store: kubeconfig of the API server; one for each node, or one for all. Or endpoints of
+            etcd.
         namespace: of the Lease.
         directory: of the shards; kept.
     """
 
     def __init__(
-        self, kubeconfigs: Path | Sequence[Path], namespace: str, directory: Path, count: int = 3
+        self, store: Path | Sequence[Path] | str, namespace: str, directory: Path, count: int = 3
     ) -> None:
         self.token = secrets.token_urlsafe(16)
         self.lease = f"cache-{secrets.token_hex(4)}"
+        place = "etcd:" if isinstance(store, str) else f"kubernetes:{namespace}/"
         arguments = [
-            *("--leader-election", f"kubernetes:{namespace}/{self.lease}"),
+            *("--leader-election", f"{place}{self.lease}"),
             *("--heartbeat-interval-s", "0.2", "--node-timeout-s", "4", "--allow-source", ""),
             *("--advertise", "127.0.0.1"),
         ]
         self.nodes = [
             LocalNode(directory / f"node-{index}", arguments, self.token) for index in range(count)
         ]
-        files = [kubeconfigs] * count if isinstance(kubeconfigs, Path) else kubeconfigs
-        self._kubeconfigs = dict(zip(self.nodes, files, strict=True))
+        variable = "ETCDCTL_ENDPOINTS" if isinstance(store, str) else "KUBECONFIG"
+        stores = [store] * count if isinstance(store, Path | str) else store
+        self._environments = {
+            node: {variable: str(each)} for node, each in zip(self.nodes, stores, strict=True)
+        }
 
     def __enter__(self) -> Self:
         try:
@@ -71,7 +76,7 @@ class ElectedNodes:
     def begin(self, node: LocalNode) -> None:
         """Starts a node; `LocalNode.wait_until_listening` must follow."""
         # The certificate of such a server is of no authority, and each call would say so.
-        environment = {"KUBECONFIG": str(self._kubeconfigs[node]), "PYTHONWARNINGS": "ignore"}
+        environment = {**self._environments[node], "PYTHONWARNINGS": "ignore"}
         with patch.dict(os.environ, environment):
             node.begin()
 

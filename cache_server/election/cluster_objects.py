@@ -1,24 +1,25 @@
-"""The Lease and the ConfigMaps of one cache in Kubernetes; the only importer of its client here.
-
-Each call has a deadline and is made once: its caller knows what may be repeated.
-"""
+"""The Lease and the ConfigMaps of one cache in Kubernetes; the only importer of its client here."""
 
 from __future__ import annotations
 
 import base64
 import errno
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
 from cache_protocol.errors import ConfigError, missing_package
 from cache_server.auth.kubernetes import Cluster
 from cache_server.election.lease import Lease
+from cache_server.election.objects import (
+    LEASE_TIMEOUT_S,
+    TIMEOUT_S,
+    ConflictError,
+    RefusedError,
+    StoredMap,
+)
 
-_TIMEOUT_S = (2.0, 4.0)  # to connect, and to answer
-_LEASE_TIMEOUT_S = (1.0, 2.0)  # a renewal that hangs is made again before the lease is over
 _NOT_FOUND, _CONFLICT = 404, 409
 _MAY_PASS = (408, 429)  # of the answers below 500
 _PAGE = 50  # ConfigMaps in one answer
@@ -26,33 +27,8 @@ _CATALOGUE = "trainer-data-cache/catalogue"
 _CONTENT = "content"
 
 
-class ConflictError(OSError):
-    """The object has changed since it was read, or there is one of this name."""
-
-
-class RefusedError(OSError):
-    """The API server will never do this; nothing has changed."""
-
-
-@dataclass(frozen=True)
-class StoredMap:
-    """A ConfigMap.
-
-    Attributes:
-        version: another one after each change; empty: it is not stored yet.
-        notes: annotations.
-        made_s: seconds since the epoch.
-    """
-
-    name: str
-    content: bytes
-    notes: Mapping[str, str] = field(default_factory=dict)
-    version: str = ""
-    made_s: float = 0.0
-
-
 class ClusterObjects:
-    """The objects of one cache. Thread-safe.
+    """An `ElectionStore` of Kubernetes.
 
     Args:
         cluster: of this pod. Outside of a pod, the current context of its kubeconfig counts.
@@ -61,6 +37,8 @@ class ClusterObjects:
     Raises:
         ConfigError: neither is there, or the package is missing.
     """
+
+    kind = "configmap"
 
     def __init__(self, cluster: Cluster, namespace: str, name: str) -> None:
         try:
@@ -76,12 +54,8 @@ class ClusterObjects:
         self._core, self._leases = client.CoreV1Api(api), client.CoordinationV1Api(api)
 
     def read_lease(self) -> Lease | None:
-        """The Lease; None: there is none.
-
-        Raises:
-            OSError: the API server does not answer.
-        """
-        found = self._get(self._leases.read_namespaced_lease, self.name, _LEASE_TIMEOUT_S)
+        """See `LeaseStore`."""
+        found = self._get(self._leases.read_namespaced_lease, self.name, LEASE_TIMEOUT_S)
         if found is None:
             return None
         spec = found.spec
@@ -93,15 +67,7 @@ class ClusterObjects:
         )
 
     def write_lease(self, before: Lease | None, holder: str, duration_s: float) -> Lease:
-        """Makes, takes, renews or frees the Lease.
-
-        Args:
-            before: as it was read; None: there was none.
-            holder: from now on; empty: no process.
-
-        Raises:
-            ConflictError: another process was faster. OSError: it may have been written.
-        """
+        """See `LeaseStore`."""
         now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
         is_new = before is None or before.holder != holder
         transitions = 0 if before is None else before.transitions + is_new
@@ -120,28 +86,20 @@ class ClusterObjects:
         with _errors():
             if before is None:
                 call = self._leases.create_namespaced_lease
-                made = call(self._namespace, body, _request_timeout=_LEASE_TIMEOUT_S)
+                made = call(self._namespace, body, _request_timeout=LEASE_TIMEOUT_S)
             else:
                 call = self._leases.replace_namespaced_lease
-                made = call(self.name, self._namespace, body, _request_timeout=_LEASE_TIMEOUT_S)
+                made = call(self.name, self._namespace, body, _request_timeout=LEASE_TIMEOUT_S)
         version = made.metadata.resource_version
         return Lease(holder, float(round(duration_s)), version, transitions)
 
     def read_map(self, name: str) -> StoredMap | None:
-        """A ConfigMap; None: there is none.
-
-        Raises:
-            OSError: the API server does not answer.
-        """
+        """See `ElectionStore`."""
         found = self._get(self._core.read_namespaced_config_map, name)
         return None if found is None else _stored(found)
 
     def maps(self) -> Iterator[StoredMap]:
-        """Every ConfigMap of this cache.
-
-        Raises:
-            OSError: the API server does not answer.
-        """
+        """See `ElectionStore`."""
         more = ""
         while True:
             with _errors():
@@ -150,7 +108,7 @@ class ClusterObjects:
                     label_selector=f"{_CATALOGUE}={self.name}",
                     limit=_PAGE,
                     **({"_continue": more} if more else {}),
-                    _request_timeout=_TIMEOUT_S,
+                    _request_timeout=TIMEOUT_S,
                 )
             yield from map(_stored, page.items)
             more = page.metadata._continue
@@ -158,13 +116,7 @@ class ClusterObjects:
                 return
 
     def write_map(self, wanted: StoredMap) -> StoredMap:
-        """Makes a ConfigMap, or replaces the version that was read.
-
-        Raises:
-            ConflictError: there is one, or it has another version.
-            RefusedError: the API server takes no such ConfigMap.
-            OSError: it may have been written.
-        """
+        """See `ElectionStore`."""
         body = {
             "metadata": {
                 **self._metadata(wanted.name, wanted.version),
@@ -175,25 +127,21 @@ class ClusterObjects:
         with _errors():
             if not wanted.version:
                 made = self._core.create_namespaced_config_map(
-                    self._namespace, body, _request_timeout=_TIMEOUT_S
+                    self._namespace, body, _request_timeout=TIMEOUT_S
                 )
             else:
                 made = self._core.replace_namespaced_config_map(
-                    wanted.name, self._namespace, body, _request_timeout=_TIMEOUT_S
+                    wanted.name, self._namespace, body, _request_timeout=TIMEOUT_S
                 )
         return _stored(made)
 
     def remove_map(self, name: str) -> None:
-        """Removes a ConfigMap, if there is one.
-
-        Raises:
-            OSError: it may still be there.
-        """
+        """See `ElectionStore`."""
         delete = self._core.delete_namespaced_config_map
         self._get(delete, name)
 
     def _get(
-        self, call: Callable[..., Any], name: str, timeout_s: tuple[float, float] = _TIMEOUT_S
+        self, call: Callable[..., Any], name: str, timeout_s: tuple[float, float] = TIMEOUT_S
     ) -> Any:
         """The answer of a call about an object; None: there is none."""
         from kubernetes.client.exceptions import ApiException

@@ -12,10 +12,10 @@ from cache_protocol.wire.credentials import Credentials
 from cache_server.coordinating import Coordinating
 from cache_server.coordination.catalogue import Catalogue
 from cache_server.coordination.coordinator import Coordinator
-from cache_server.election.cluster_objects import ClusterObjects
 from cache_server.election.elected_link import ElectedLink
 from cache_server.election.elector import Elector
-from cache_server.election.kubernetes_store import KubernetesStore
+from cache_server.election.objects import ElectionStore
+from cache_server.election.shared_catalogue import SharedCatalogue
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class Election:
 
     def __init__(
         self,
-        objects: ClusterObjects,
+        objects: ElectionStore,
         me: str,
         make: Callable[[Catalogue, int], Coordinator],
         credentials: Credentials,
@@ -93,7 +93,7 @@ class Election:
     def _begin(self, win: int) -> None:
         try:
             with self._opens:
-                store = KubernetesStore(
+                store = SharedCatalogue(
                     self._objects,
                     lambda: win == self._wins and self._elector.leads(),
                     partial(self._resign, win),

@@ -6,37 +6,25 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 from cache_protocol.wire.channels import pause_s
-from cache_server.election.cluster_objects import ConflictError
 from cache_server.election.lease import (
     DURATION_S,
     LOOK_S,
     RENEW_S,
     VALID_S,
-    Lease,
     Seen,
     Step,
     location_of,
     next_step,
 )
+from cache_server.election.objects import ConflictError, LeaseStore
 from cache_server.shards.stoppable_thread import StoppableThread
 
 logger = logging.getLogger(__name__)
 
 _SHORTEST_S = 0.05
 _CLOSE_S = 6.0  # a call may run
-
-
-class LeaseStore(Protocol):
-    """Where the lease is; see `ClusterObjects`."""
-
-    def read_lease(self) -> Lease | None:
-        """The lease; None: there is none."""
-
-    def write_lease(self, before: Lease | None, holder: str, duration_s: float) -> Lease:
-        """Makes, takes, renews or frees it, if it is as before."""
 
 
 class Elector(StoppableThread):

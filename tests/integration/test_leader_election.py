@@ -12,6 +12,7 @@ from tests import forked_python
 from tests.api_server import ApiServer
 from tests.conftest import numbered_table
 from tests.elected_nodes import ElectedNodes
+from tests.etcd_server import EtcdServer
 
 NUM_ROWS = 1_000
 
@@ -37,6 +38,23 @@ def test_a_coordinator_that_stops_hands_over_at_once_and_all_it_knew(tmp_path: P
         (lease,) = api.store.find("leases", "team")
         assert lease["spec"]["holderIdentity"].startswith(second.control_location)
         assert lease["spec"]["leaseTransitions"] >= 1
+
+
+def test_a_coordinator_that_is_lost_with_its_disk_is_replaced_by_etcd(tmp_path: Path) -> None:
+    rows = numbered_table(NUM_ROWS)
+    with (
+        EtcdServer(tmp_path / "etcd") as etcd,
+        ElectedNodes(etcd.endpoint, "", tmp_path / "nodes", count=3) as cache,
+    ):
+        first = cache.leader()
+        cache.client(first).write("table", rows, replicas=3)
+        cache.lose(first)
+        second = cache.leader(first)
+        assert cache.datasets_at(second) == ["table"]
+        assert cache.client(second).read("table").read_all().sort_by("row").equals(rows)
+        cache.client(second).write("more", rows)
+        assert any("-catalogue-" in key for key in etcd.all_keys())
+        assert [*tmp_path.glob("nodes/*/catalogue")] == []
 
 
 @pytest.mark.parametrize(

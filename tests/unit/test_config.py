@@ -212,12 +212,18 @@ def test_two_memory_limits_are_refused_with_both() -> None:
 
 
 @pytest.mark.parametrize(
-    "bad", ["", "team/cache", "kubernetes:cache", "kubernetes:Team/cache", "kubernetes:a/b/c", 7]
+    "bad",
+    [
+        *("", "team/cache", "kubernetes:cache", "kubernetes:Team/cache", "kubernetes:a/b/c", 7),
+        *("etcd:", "etcd:team/cache", "etcd:Cache", "etcd:http://host:1/cache"),
+    ],
 )
-def test_an_election_names_a_namespace_and_a_lease(bad: object) -> None:
+def test_an_election_names_a_lease(bad: object) -> None:
     problem = problem_of(leader_election=bad)
-    assert "leader_election must be kubernetes:NAMESPACE/NAME of a Lease" in problem
+    assert "leader_election must be kubernetes:NAMESPACE/NAME of a Lease, or etcd:NAME" in problem
     assert repr(bad) in problem
+    elected = config(leader_election="etcd:cache")
+    assert elected.lease == ("", "cache") and not elected.is_coordinator
     elected = config(leader_election="kubernetes:team-a/cache")
     assert elected.lease == ("team-a", "cache") and not elected.is_coordinator
 
@@ -265,7 +271,7 @@ def test_a_node_has_a_lasting_address_where_one_is_given(
 
 def test_each_setting_with_a_text_is_an_option_that_reaches_the_configuration() -> None:
     parameters = {each.name: each for each in setting_options.parameters_of(NodeConfig)}
-    without = {"token", "cluster"}  # of the environment
+    without = {"token", "cluster", "etcd"}  # of the environment
     assert {*parameters} == {*NodeConfig.model_fields} - without
     defaults = {
         name: each.default

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from cache_server.election.cluster_objects import ClusterObjects
 from cache_server.election.elector import Elector
 from cache_server.election.lease import DURATION_S, RENEW_S, VALID_S, identity
+from cache_server.election.objects import ElectionStore
 from tests.api_server import ApiServer, Fault
 from tests.fake_nodes import Clock
 
@@ -20,7 +20,7 @@ class Candidate:
         heard: whether the coordinator answers it.
     """
 
-    def __init__(self, objects: ClusterObjects, name: str, clock: Clock) -> None:
+    def __init__(self, objects: ElectionStore, name: str, clock: Clock) -> None:
         self.wins: list[int] = []
         self.holder: str | None = None
         self.heard = False
@@ -39,11 +39,11 @@ class Candidate:
         return self.elector.step()
 
 
-def candidates(objects: ClusterObjects, clock: Clock, names: Iterable[str]) -> list[Candidate]:
+def candidates(objects: ElectionStore, clock: Clock, names: Iterable[str]) -> list[Candidate]:
     return [Candidate(objects, name, clock) for name in names]
 
 
-def test_one_node_leads_and_the_others_follow_it(objects: ClusterObjects) -> None:
+def test_one_node_leads_and_the_others_follow_it(objects: ElectionStore) -> None:
     clock = Clock()
     a, b, c = candidates(objects, clock, "abc")
     assert a.step() == RENEW_S
@@ -53,7 +53,7 @@ def test_one_node_leads_and_the_others_follow_it(objects: ClusterObjects) -> Non
     assert a.elector.leads() and not b.elector.leads()
 
 
-def test_a_leader_that_renews_keeps_the_lease(objects: ClusterObjects) -> None:
+def test_a_leader_that_renews_keeps_the_lease(objects: ElectionStore) -> None:
     clock = Clock()
     a, b = candidates(objects, clock, "ab")
     for _ in range(20):
@@ -63,7 +63,7 @@ def test_a_leader_that_renews_keeps_the_lease(objects: ClusterObjects) -> None:
     assert (a.wins, b.wins) == ([1], [])
 
 
-def test_a_leader_that_is_gone_is_replaced_once_its_lease_is_over(objects: ClusterObjects) -> None:
+def test_a_leader_that_is_gone_is_replaced_once_its_lease_is_over(objects: ElectionStore) -> None:
     clock = Clock()
     a, b, c = candidates(objects, clock, "abc")
     for each in (a, b, c):
@@ -77,7 +77,7 @@ def test_a_leader_that_is_gone_is_replaced_once_its_lease_is_over(objects: Clust
     assert (b.wins, c.wins, c.holder) == ([1], [], "b:1")
 
 
-def test_a_leader_that_was_paused_does_not_lead_when_it_wakes(objects: ClusterObjects) -> None:
+def test_a_leader_that_was_paused_does_not_lead_when_it_wakes(objects: ElectionStore) -> None:
     clock = Clock()
     a, b = candidates(objects, clock, "ab")
     a.step()
@@ -91,7 +91,7 @@ def test_a_leader_that_was_paused_does_not_lead_when_it_wakes(objects: ClusterOb
 
 
 def test_a_leader_whose_lease_is_deleted_begins_again(
-    objects: ClusterObjects, api: ApiServer
+    objects: ElectionStore, api: ApiServer
 ) -> None:
     """An operator who puts back a catalogue does so: the next leader reads it."""
     (a,) = candidates(objects, Clock(), "a")
@@ -105,7 +105,7 @@ def test_a_leader_whose_lease_is_deleted_begins_again(
 
 
 def test_a_leader_that_cannot_reach_the_lease_stops_before_another_one_begins(
-    objects: ClusterObjects, api: ApiServer
+    objects: ElectionStore, api: ApiServer
 ) -> None:
     clock = Clock()
     a, b = candidates(objects, clock, "ab")
@@ -124,7 +124,7 @@ def test_a_leader_that_cannot_reach_the_lease_stops_before_another_one_begins(
     assert b.wins == [1]
 
 
-def test_a_renewal_without_an_answer_is_repeated(objects: ClusterObjects, api: ApiServer) -> None:
+def test_a_renewal_without_an_answer_is_repeated(objects: ElectionStore, api: ApiServer) -> None:
     clock = Clock()
     (a,) = candidates(objects, clock, "a")
     a.step()
@@ -138,7 +138,7 @@ def test_a_renewal_without_an_answer_is_repeated(objects: ClusterObjects, api: A
 
 
 def test_of_two_nodes_that_take_the_lease_at_once_one_gets_it(
-    objects: ClusterObjects, api: ApiServer
+    objects: ElectionStore, api: ApiServer
 ) -> None:
     clock = Clock()
     a, b = candidates(objects, clock, "ab")
@@ -155,7 +155,7 @@ def test_of_two_nodes_that_take_the_lease_at_once_one_gets_it(
     assert (a.wins, b.wins, a.holder) == ([1, -1], [1], "b:1")
 
 
-def test_a_node_that_resigns_lets_others_try_first(objects: ClusterObjects) -> None:
+def test_a_node_that_resigns_lets_others_try_first(objects: ElectionStore) -> None:
     clock = Clock()
     a, b = candidates(objects, clock, "ab")
     a.step()
@@ -171,7 +171,7 @@ def test_a_node_that_resigns_lets_others_try_first(objects: ClusterObjects) -> N
 
 
 def test_a_node_that_hears_its_coordinator_asks_the_api_server_nothing(
-    objects: ClusterObjects, api: ApiServer
+    objects: ElectionStore, api: ApiServer
 ) -> None:
     clock = Clock()
     a, b = candidates(objects, clock, "ab")

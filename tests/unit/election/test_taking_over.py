@@ -15,10 +15,10 @@ from cache_server.coordination.catalogue import Catalogue
 from cache_server.coordination.catalogue_store import CatalogueLostError
 from cache_server.coordination.coordinator import Coordinator
 from cache_server.election import elector, lease
-from cache_server.election.cluster_objects import ClusterObjects
 from cache_server.election.elected_link import ElectedLink
 from cache_server.election.election import Election
-from cache_server.election.kubernetes_store import KubernetesStore
+from cache_server.election.objects import ElectionStore
+from cache_server.election.shared_catalogue import SharedCatalogue
 from tests.api_server import ApiServer, Fault
 from tests.conftest import write_numbered
 from tests.fake_nodes import (
@@ -44,11 +44,11 @@ def source(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def lead(objects: ClusterObjects) -> Lead:
+def lead(objects: ElectionStore) -> Lead:
     """Makes the coordinator of the next term."""
 
     def make() -> Coordinator:
-        store = KubernetesStore(objects, lambda: True, lambda: None)
+        store = SharedCatalogue(objects, lambda: True, lambda: None)
         return make_coordinator(store, Clock())
 
     return make
@@ -150,7 +150,7 @@ def test_the_answer_of_an_earlier_term_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_cache_has_one_coordinator_after_another_in_real_time(
-    objects: ClusterObjects, api: ApiServer, monkeypatch: pytest.MonkeyPatch
+    objects: ElectionStore, api: ApiServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in (("DURATION_S", 1.0), ("VALID_S", 0.8), ("RENEW_S", 0.2), ("LOOK_S", 0.1)):
         monkeypatch.setattr(elector, name, value)
@@ -180,7 +180,7 @@ def test_a_cache_has_one_coordinator_after_another_in_real_time(
             assert first.own.coordinator is None
         (last,) = wait_until(leaders, 10.0, "the last coordinator")
         # Another process takes the catalogue over.
-        KubernetesStore(objects, lambda: True, lambda: None)
+        SharedCatalogue(objects, lambda: True, lambda: None)
         with pytest.raises(CatalogueLostError):
             last.own.required().state.catalogue.write_members(["a"])
         wait_until(lambda: not leaders(), 10.0, "the end of its lead")

@@ -77,6 +77,7 @@ PURE_MODULES = (
     "cache_server/coordination/versions/file_fates.py",
     "cache_server/coordination/versions/sealed_groups.py",
     "cache_server/coordination/versions/states.py",
+    "cache_server/auth/etcd.py",
     "cache_server/election/lease.py",
     "cache_server/jobs/agreement.py",
     "cache_server/jobs/disagreements.py",
@@ -190,6 +191,7 @@ class Barrier:
         return f"{self.module} in {self.room}"
 
 
+_ELECTION = ("cache_server/election/cluster_objects.py", "cache_server/election/etcd.py")
 _POSTGRES = ("cache_server/tables/postgres/",)
 _HUB = ("cache_server/object_stores/hub.py",)
 # Who speaks with the world, with nodes or with clients: a table or a store is read for them.
@@ -273,6 +275,11 @@ BARRIERS = (
         ),
     ),
     Barrier("cache_server", "kubernetes", ("cache_server/election/cluster_objects.py",)),
+    Barrier(
+        "cache_server",
+        "urllib3",
+        _ELECTION,
+    ),
     Barrier("cache_server", "deltalake", ("cache_server/tables/delta.py",)),
     Barrier("cache_server", "adbc_driver_manager", _POSTGRES),
     Barrier("cache_server", "adbc_driver_postgresql", _POSTGRES),

@@ -1,11 +1,12 @@
-"""A catalogue in ConfigMaps, which refuses what a former coordinator writes.
+"""A catalogue that all nodes reach, and that refuses what a former coordinator writes.
 
-<name>-catalogue             the root: which ConfigMaps each document is made of, and the term
+<name>-catalogue             the root: which parts each document is made of, and the term
 <name>-catalogue-<term>-<n>  a document, compressed, or a part of one; never changed
 
-A coordinator begins a term by replacing the root. Each change writes new ConfigMaps, and then
-replaces the root by the version of it that this term wrote last. So it happens as a whole or not at
-all, and never in an earlier term: the API server refuses the version of the root.
+A part is an object of an `ElectionStore`, such as a ConfigMap. A coordinator begins a term by
+replacing the root. Each change writes new parts, and then replaces the root by the version of it
+that this term wrote last. So it happens as a whole or not at all, and never in an earlier term: the
+store refuses the version of the root.
 """
 
 from __future__ import annotations
@@ -20,25 +21,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from cache_server.coordination.catalogue_store import CatalogueLostError
-from cache_server.election.cluster_objects import (
-    ClusterObjects,
-    ConflictError,
-    RefusedError,
-    StoredMap,
-)
+from cache_server.election.objects import ConflictError, ElectionStore, RefusedError, StoredMap
 
 logger = logging.getLogger(__name__)
 
-MAX_BYTES = 400_000  # of a ConfigMap; etcd takes a request of 1.5 MB
+MAX_BYTES = 400_000  # of a part; etcd takes a request of 1.5 MB
 _TERM, _CHANGE = "trainer-data-cache/term", "trainer-data-cache/change"
 _DOCUMENT = "trainer-data-cache/document"
 _RETRY_S = 0.2
 _PATIENCE_S = 8.0  # to learn whether a change happened, below the time for which a lease is valid
 
-_Documents = Mapping[str, list[str]]  # by name: the ConfigMaps, in order
+_Documents = Mapping[str, list[str]]  # by name: the parts, in order
 
 
-class KubernetesStore:
+class SharedCatalogue:
     """A `CatalogueStore`; it begins a term. Thread-safe.
 
     Args:
@@ -47,7 +43,7 @@ class KubernetesStore:
         on_lost: called once it is known that another coordinator has the catalogue, or may have it.
 
     Raises:
-        OSError: the API server does not answer.
+        OSError: the store does not answer.
         CatalogueLostError: this process does not hold the lease any more.
         ValueError: the root is damaged.
 
@@ -56,13 +52,13 @@ class KubernetesStore:
     """
 
     def __init__(
-        self, objects: ClusterObjects, leads: Callable[[], bool], on_lost: Callable[[], None]
+        self, objects: ElectionStore, leads: Callable[[], bool], on_lost: Callable[[], None]
     ) -> None:
         self._objects = objects
         self._on_lost = on_lost
         self._lock = threading.RLock()
         self._is_lost = False
-        self._made = 0  # ConfigMaps in this term
+        self._made = 0  # parts in this term
         self._root = self._begin(leads)
         self.term = _term_of(self._root)
         self._documents = _decoded(self._root.content)
@@ -140,10 +136,10 @@ class KubernetesStore:
 
     def shown(self, name: str) -> str:
         """See `CatalogueStore`."""
-        return f"configmap/{self._root.name}:{name}"
+        return f"{self._objects.kind}/{self._root.name}:{name}"
 
     def _add(self, document: str, content: bytes) -> str:
-        """Makes a ConfigMap that nothing refers to yet; returns its name."""
+        """Makes a part that nothing refers to yet; returns its name."""
         self._require_not_lost()
         notes = {_DOCUMENT: document, _CHANGE: uuid.uuid4().hex}
         until = time.monotonic() + _PATIENCE_S
@@ -162,7 +158,7 @@ class KubernetesStore:
                 time.sleep(_RETRY_S)
 
     def _is_added(self, wanted: StoredMap) -> bool:
-        """Makes a ConfigMap, if an attempt before did not; False: a person took its name."""
+        """Makes a part, if an attempt before did not; False: a person took its name."""
         try:
             self._objects.write_map(wanted)
             return True
@@ -211,13 +207,13 @@ class KubernetesStore:
         self._discard(*({part for parts in before.values() for part in parts} - used))
 
     def _discard(self, *parts: str) -> None:
-        """Removes ConfigMaps that nothing refers to; those that stay go when a term begins."""
+        """Removes parts that nothing refers to; those that stay go when a term begins."""
         for part in parts:
             self._read.pop(part, None)
             try:
                 self._objects.remove_map(part)
             except OSError as error:
-                logger.warning("configmap not removed name=%s reason=%s", part, error.strerror)
+                logger.warning("part not removed name=%s reason=%s", part, error.strerror)
 
     def _lose(self, reason: OSError) -> None:
         logger.error("catalogue lost term=%d reason=%s", self.term, reason.strerror)

@@ -14,12 +14,12 @@ from cache_server.coordination.catalogue_store import (
     CatalogueStore,
     FileStore,
 )
-from cache_server.election import kubernetes_store
-from cache_server.election.cluster_objects import ClusterObjects, RefusedError, StoredMap
-from cache_server.election.kubernetes_store import MAX_BYTES, KubernetesStore
+from cache_server.election import shared_catalogue
+from cache_server.election.objects import ElectionStore, RefusedError, StoredMap
+from cache_server.election.shared_catalogue import MAX_BYTES, SharedCatalogue
 from tests.api_server import ApiServer, Fault
 
-Open = Callable[[], KubernetesStore]
+Open = Callable[[], SharedCatalogue]
 
 
 @pytest.fixture
@@ -29,23 +29,23 @@ def lost() -> list[str]:
 
 
 @pytest.fixture
-def open_store(objects: ClusterObjects, lost: list[str]) -> Open:
-    return lambda: KubernetesStore(objects, lambda: True, lambda: lost.append("lost"))
+def open_store(objects: ElectionStore, lost: list[str]) -> Open:
+    return lambda: SharedCatalogue(objects, lambda: True, lambda: lost.append("lost"))
 
 
 def maps(api: ApiServer) -> set[str]:
     return {one["metadata"]["name"] for one in api.store.find("configmaps", "team")}
 
 
-@pytest.fixture(params=["files", "kubernetes"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> CatalogueStore:
-    if request.param == "files":
+@pytest.fixture
+def store(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> CatalogueStore:
+    if kind == "files":
         return FileStore(tmp_path / "catalogue")
     open_store: Open = request.getfixturevalue("open_store")
     return open_store()
 
 
-def test_both_forms_keep_replace_rename_and_remove_documents(store: CatalogueStore) -> None:
+def test_every_form_keeps_replaces_renames_and_removes_documents(store: CatalogueStore) -> None:
     assert store.age_s() < 60 and store.exists()
     assert store.read(".members.json") is None
     for name, content in ((".c/a", "1"), (".c/b", "2"), (".c/a", "3"), (".members.json", "{}")):
@@ -83,7 +83,7 @@ def test_the_next_coordinator_finds_every_document_and_begins_a_larger_term(
     ],
 )
 def test_a_coordinator_that_wakes_late_changes_nothing(
-    open_store: Open, lost: list[str], change: Callable[[KubernetesStore], None]
+    open_store: Open, lost: list[str], change: Callable[[SharedCatalogue], None]
 ) -> None:
     stale = open_store()
     stale.write(".c/a", "1")
@@ -99,7 +99,7 @@ def test_a_coordinator_that_wakes_late_changes_nothing(
 
 
 def test_a_catalogue_that_was_deleted_begins_again_with_a_larger_term(
-    open_store: Open, objects: ClusterObjects, monkeypatch: pytest.MonkeyPatch
+    open_store: Open, objects: ElectionStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nodes refuse the answers of terms before the last one that they saw."""
     before = [open_store(), open_store()][-1].term
@@ -122,21 +122,21 @@ def test_what_a_late_coordinator_left_behind_goes_when_the_next_term_begins(
 
 
 def test_a_process_without_the_lease_begins_no_term(
-    objects: ClusterObjects, open_store: Open
+    objects: ElectionStore, open_store: Open
 ) -> None:
     current = open_store()
     with pytest.raises(CatalogueLostError):
-        KubernetesStore(objects, lambda: False, lambda: None)
+        SharedCatalogue(objects, lambda: False, lambda: None)
     current.write(".c/a", "1")
 
 
 def test_the_lease_is_looked_at_after_the_root_was_read(
-    objects: ClusterObjects, open_store: Open
+    objects: ElectionStore, open_store: Open
 ) -> None:
     """Else a process that is paused in between would end a later term."""
     open_store()
     answers = [True, False]
-    later: list[KubernetesStore] = []
+    later: list[SharedCatalogue] = []
 
     def leads() -> bool:
         if answers[0]:
@@ -144,7 +144,7 @@ def test_the_lease_is_looked_at_after_the_root_was_read(
         return answers.pop(0)
 
     with pytest.raises(CatalogueLostError):
-        KubernetesStore(objects, leads, lambda: None)
+        SharedCatalogue(objects, leads, lambda: None)
     later[0].write(".c/a", "1")
 
 
@@ -174,7 +174,7 @@ def test_a_catalogue_that_cannot_be_reached_for_long_counts_as_lost(
     steps_done: int,
 ) -> None:
     """Another node has it soon: a load waits for that node, and does not fail."""
-    monkeypatch.setattr(kubernetes_store, "_PATIENCE_S", 0.3)
+    monkeypatch.setattr(shared_catalogue, "_PATIENCE_S", 0.3)
     store = open_store()
     # The second step is to replace the root.
     api.faults.append(Fault(503, resource="configmaps", skip=steps_done))
@@ -208,7 +208,7 @@ def test_a_long_document_is_kept_in_parts_that_etcd_takes(open_store: Open, api:
 
 
 def test_a_part_that_a_person_removed_is_damage_of_its_document_only(
-    open_store: Open, objects: ClusterObjects, api: ApiServer
+    open_store: Open, objects: ElectionStore, api: ApiServer
 ) -> None:
     store = open_store()
     store.write(".c/a", "1")
@@ -222,7 +222,7 @@ def test_a_part_that_a_person_removed_is_damage_of_its_document_only(
 
 
 def test_maps_of_another_cache_in_the_namespace_stay(
-    objects: ClusterObjects, open_store: Open, api: ApiServer
+    objects: ElectionStore, open_store: Open, api: ApiServer
 ) -> None:
     store = open_store()
     foreign = f"cache-catalogue-{store.term}-1"  # the name that it takes next
@@ -234,7 +234,7 @@ def test_maps_of_another_cache_in_the_namespace_stay(
     assert open_store().read(".c/a") == b"2"
 
 
-def test_a_map_is_read_as_it_was_written(objects: ClusterObjects) -> None:
+def test_a_map_is_read_as_it_was_written(objects: ElectionStore) -> None:
     made = objects.write_map(StoredMap("one", b"\x00\xff", {"a": "b"}))
     assert objects.read_map("one") == made
     assert (made.content, made.notes) == (b"\x00\xff", {"a": "b"})
