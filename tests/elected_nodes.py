@@ -28,6 +28,7 @@ from tests.waiting import suspend, wait_until
 
 WAIT_S = 90.0
 _LOOK_S = 5.0
+_QUICK = ("--heartbeat-interval-s", "0.2", "--node-timeout-s", "4")
 
 
 class ElectedNodes:
@@ -38,6 +39,7 @@ class ElectedNodes:
         namespace: of the Lease.
         directory: of the shards; kept.
         make: makes a node of its number, directory, options and token.
+        timing: options of each node.
     """
 
     def __init__(
@@ -47,12 +49,14 @@ class ElectedNodes:
         directory: Path,
         count: int = 3,
         make: Callable[[int, Path, list[str], str], LocalNode] | None = None,
+        timing: Sequence[str] = _QUICK,
     ) -> None:
         self.token = secrets.token_urlsafe(16)
         self.lease = f"cache-{secrets.token_hex(4)}"
         arguments = [
             *("--leader-election", f"kubernetes:{namespace}/{self.lease}"),
-            *("--heartbeat-interval-s", "0.2", "--node-timeout-s", "4", "--allow-source", ""),
+            *("--allow-source", ""),
+            *timing,
         ]
         make = make or _on_loopback
         self.nodes = [
