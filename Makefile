@@ -38,7 +38,7 @@ PEERS_STAMP := $(PEERS)/.installed
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-frameworks floor e2e soak soak-writes fuzz audits soak-queries soak-epochs soak-draws soak-texts damage writers large \
+.PHONY: help demo test test-frameworks floor e2e soak soak-writes soak-leader fuzz audits soak-queries soak-epochs soak-draws soak-texts damage writers large \
 	check format docs images bench bench-quick proto venv clean
 
 help:  ## show the targets
@@ -65,6 +65,9 @@ soak: $(WITH)test  ## check every row while nodes die, freeze, rot and lie; 2 mi
 
 soak-writes: $(WITH)test  ## write tables while 200 writers, nodes and coordinators are killed; ARGS="--seconds 60"
 	$(BIN)/python -m benchmarks.trials.write_soak $(ARGS)
+
+soak-leader: $(WITH)frameworks  ## take coordinators away, as root; an hour, ARGS="--control-plane DIR --rounds 11"
+	$(BIN)/python -m benchmarks.trials.leader_soak $(ARGS)
 
 soak-forgets: $(WITH)test  ## forget rows while nodes are killed, and look for them everywhere; ARGS="--runs 20"
 	$(BIN)/python -m benchmarks.trials.forgets $(ARGS)

@@ -67,13 +67,17 @@ class Coordinating:
         """Calls ``callback`` when the nodes have something new to do."""
         self._listener = callback
 
-    def begin(self, catalogue: Catalogue, term: int = 0) -> Coordinator:
+    def begin(self, catalogue: Catalogue, term: int = 0, silent_s: float = 0.0) -> Coordinator:
         """Makes the coordinator and its second reader; one that there was has ended before.
+
+        Args:
+            silent_s: for which no coordinator was heard; see `Membership.count_silence`.
 
         Raises:
             ConfigError: the catalogue cannot be read.
         """
         coordinator = self._make(catalogue, term)
+        coordinator.state.membership.count_silence(silent_s)
         coordinator.listen(lambda: self._listener())
         with self._lock, ExitStack() as parts:
             parts.callback(coordinator.close)

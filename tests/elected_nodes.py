@@ -6,17 +6,20 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Self
 from unittest.mock import patch
 
+import grpc
 import psutil
 
 from cache_client import CacheClient, CacheIterableDataset, Connection
 from cache_client.flight.connections import NodeConnection
 from cache_protocol.errors import CacheError
 from cache_protocol.v1 import cache_pb2 as pb
+from cache_protocol.v1 import cache_pb2_grpc
+from cache_protocol.wire.channels import from_rpc_error, open_channel
 from cache_protocol.wire.credentials import Credentials
 from cache_server.local import LocalNode
 from cache_server.node.coordinator_link import RemoteCoordinator
@@ -25,6 +28,7 @@ from tests.waiting import suspend, wait_until
 
 WAIT_S = 90.0
 _LOOK_S = 5.0
+_QUICK = ("--heartbeat-interval-s", "0.2", "--node-timeout-s", "4")
 
 
 class ElectedNodes:
@@ -35,21 +39,31 @@ class ElectedNodes:
             etcd.
         namespace: of the Lease.
         directory: of the shards; kept.
+        make: makes a node of its number, directory, options and token.
+        timing: options of each node.
     """
 
     def __init__(
-        self, store: Path | Sequence[Path] | str, namespace: str, directory: Path, count: int = 3
+        self,
+        store: Path | Sequence[Path] | str,
+        namespace: str,
+        directory: Path,
+        count: int = 3,
+        make: Callable[[int, Path, list[str], str], LocalNode] | None = None,
+        timing: Sequence[str] = _QUICK,
     ) -> None:
         self.token = secrets.token_urlsafe(16)
         self.lease = f"cache-{secrets.token_hex(4)}"
         place = "etcd:" if isinstance(store, str) else f"kubernetes:{namespace}/"
         arguments = [
             *("--leader-election", f"{place}{self.lease}"),
-            *("--heartbeat-interval-s", "0.2", "--node-timeout-s", "4", "--allow-source", ""),
-            *("--advertise", "127.0.0.1"),
+            *("--allow-source", ""),
+            *timing,
         ]
+        make = make or _on_loopback
         self.nodes = [
-            LocalNode(directory / f"node-{index}", arguments, self.token) for index in range(count)
+            make(index, directory / f"node-{index}", arguments, self.token)
+            for index in range(count)
         ]
         variable = "ETCDCTL_ENDPOINTS" if isinstance(store, str) else "KUBECONFIG"
         stores = [store] * count if isinstance(store, Path | str) else store
@@ -117,6 +131,17 @@ class ElectedNodes:
         with RemoteCoordinator(node.control_location, Credentials(self.token)) as link:
             return sorted(info.spec.name for info in link.datasets())
 
+    def drop_at(self, node: LocalNode, dataset: str) -> None:
+        """Drops a dataset at a node, whether it is the coordinator or not."""
+        credentials = Credentials(self.token)
+        with open_channel(node.control_location, credentials) as channel:
+            delete = cache_pb2_grpc.CoordinatorStub(channel).DeleteDataset
+            try:
+                request = pb.DeleteDatasetRequest(name=dataset)
+                delete(request, timeout=WAIT_S, metadata=credentials.headers())
+            except grpc.RpcError as error:
+                raise from_rpc_error(error, node.control_location) from None
+
     def lose(self, node: LocalNode) -> None:
         """Kills a node and removes its disk."""
         node.kill()
@@ -126,6 +151,10 @@ class ElectedNodes:
         process = psutil.Process(node.pid)
         suspend(process)
         return process
+
+
+def _on_loopback(_: int, directory: Path, arguments: list[str], token: str) -> LocalNode:
+    return LocalNode(directory, [*arguments, "--advertise", "127.0.0.1"], token)
 
 
 def read_rows(connection: Connection, dataset: str) -> tuple[list[int], float]:

@@ -1,8 +1,9 @@
 """Sends reports of a reader to the cache, in the background.
 
-A report has sums since the run began, so a lost one loses nothing. A cache that refuses one
-gets no further ones. The answer to a report tells whether the ranks of the job disagree. So
-the first reports of a run come in short intervals, also where a step takes long.
+A report has sums since the run began, so one that is lost loses nothing, but for the last one of a
+pass: that is sent again until a node takes it, for half a minute, while the program runs. A cache
+that refuses one gets no further ones. The answer to a report tells whether the ranks of the job
+disagree. So the first reports of a run come in short intervals, also where a step takes long.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ _REPORTS_PER_S: Final = 50.0  # of all ranks of a job together
 _EXPIRES_INTERVALS: Final = 5.0
 _MAX_NODES: Final = 16  # in a report
 _ATTEMPTS: Final = 3  # to send a report
+_AGAIN_S, _KEPT_S = 1.0, 30.0  # the last one of a pass
 
 
 @dataclass(frozen=True)
@@ -150,7 +152,7 @@ class Reporter:
         self._warned = self._warned_of_ranks = False
         self._changed = threading.Condition()
         self._waiting: dict[Pass, pb.ReaderReport] = {}
-        self._last: pb.ReaderReport | None = None
+        self._last: tuple[Pass, pb.ReaderReport] | None = None
         self._thread: threading.Thread | None = None
 
     @property
@@ -212,20 +214,34 @@ class Reporter:
             self.send(sums, record, pass_, end=end)
 
     def _send_all(self) -> None:
-        while (report := self._next()) is not None:
-            self._send(report)
+        while (found := self._next()) is not None:
+            pass_, report = found
+            if not self._send(report) and report.end != pb.PASS_END_UNSPECIFIED:
+                self._keep(pass_, report)
 
-    def _next(self) -> pb.ReaderReport | None:
+    def _keep(self, pass_: Pass, report: pb.ReaderReport) -> None:
+        """Lets the last report of a pass wait again, before later ones."""
+        now = time.monotonic()
+        if now - self._begun_at - report.sent_s > _KEPT_S:
+            return
+        with self._changed:
+            while time.monotonic() < now + _AGAIN_S and threading.main_thread().is_alive():
+                self._changed.wait(_LOOK_S)
+            if threading.main_thread().is_alive():
+                self._waiting = {pass_: report, **self._waiting}
+
+    def _next(self) -> tuple[Pass, pb.ReaderReport] | None:
         """Waits for a report; a new run repeats its last one meanwhile. None: the thread ends."""
         with self._changed:
             repeats_at = time.monotonic() + self._repeat_s
             while not self._waiting and self._is_new:
                 if time.monotonic() >= repeats_at and self._last is not None:
-                    self._last.sent_s = time.monotonic() - self._begun_at
+                    self._last[1].sent_s = time.monotonic() - self._begun_at
                     return self._last
                 self._changed.wait(_LOOK_S)
             if self._waiting:
-                self._last = self._waiting.pop(next(iter(self._waiting)))
+                pass_ = next(iter(self._waiting))
+                self._last = pass_, self._waiting.pop(pass_)
                 return self._last
             self._thread = None
             if self._pass_ends and self._connection is not None:
@@ -240,13 +256,15 @@ class Reporter:
         waits = self._is_shared and not self._pass_ends and not self._refused and not self._late
         return is_new and waits and threading.main_thread().is_alive()
 
-    def _send(self, report: pb.ReaderReport) -> None:
+    def _send(self, report: pb.ReaderReport) -> bool:
+        """Whether a node took the report, or will never take it."""
         error: CacheError | None = None
         for _ in range(_ATTEMPTS):
             try:
                 if self._connection is None or self._connection.is_closed:
                     self._connection = NodeConnection(self._locations[0], self._credentials)
-                return self._take(self._connection.report(report, CALL_TIMEOUT_S))
+                self._take(self._connection.report(report, CALL_TIMEOUT_S))
+                return True
             except ConnectionClosedError as failed:  # by a fork of this process
                 error = failed
             except NodeUnavailableError as failed:
@@ -266,6 +284,7 @@ class Reporter:
             self._warned = True
             level = logging.WARNING if self._refused else logging.INFO
             logger.log(level, "report not sent job=%s reason=%s", report.job, error)
+        return self._refused
 
     def _take(self, told: pb.Disagreement | None) -> None:
         """Takes the answer to a report."""

@@ -81,16 +81,17 @@ class Election:
         self._on_silence()
         self.link.follow(location)
 
-    def _win(self) -> None:
+    def _win(self, silent_s: float) -> None:
         self._on_silence()
         self.link.follow("")
         with self._lock:
             self._wins += 1
             win = self._wins
         # Not in the thread that renews: a large catalogue takes seconds.
-        threading.Thread(target=self._begin, args=(win,), name="lead", daemon=True).start()
+        arguments = win, silent_s
+        threading.Thread(target=self._begin, args=arguments, name="lead", daemon=True).start()
 
-    def _begin(self, win: int) -> None:
+    def _begin(self, win: int, silent_s: float) -> None:
         try:
             with self._opens:
                 store = SharedCatalogue(
@@ -100,7 +101,7 @@ class Election:
                 )
                 with self._lock:
                     if win == self._wins:
-                        self.own.begin(Catalogue(store), store.term)
+                        self.own.begin(Catalogue(store), store.term, silent_s)
             logger.info("coordinates the cache term=%d", store.term)
         except (CacheError, OSError, ValueError) as error:
             logger.error("cannot coordinate the cache reason=%s", error)

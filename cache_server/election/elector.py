@@ -37,6 +37,7 @@ class Elector(StoppableThread):
         on_holder: called with the location of the holder after each look at a lease of another
             process; "": it is free.
         on_win, on_loss: called in turn, when this process holds the lease, and no longer does.
+            `on_win` gets for how long its holder was silent before; 0: it was given up.
         clock: monotonic seconds.
     """
 
@@ -47,7 +48,7 @@ class Elector(StoppableThread):
         *,
         is_heard: Callable[[], bool],
         on_holder: Callable[[str], None],
-        on_win: Callable[[], None],
+        on_win: Callable[[float], None],
         on_loss: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -109,13 +110,14 @@ class Elector(StoppableThread):
             self._on_holder(location_of(lease.holder) if is_held and lease is not None else "")
             waits_s = max(self._seen.expires_at(), self._waits_until) - now
             return max(_SHORTEST_S, min(LOOK_S, waits_s))
+        silent_s = now - self._seen.at if lease is not None and lease.holder else 0.0
         written = self._store.write_lease(lease, self._me, DURATION_S)
         self._seen = self._seen.then(written, now)
         self._valid_until = begun + VALID_S
         if not self._has_won:
             self._has_won = True
             logger.info("lease taken holder=%s transitions=%d", self._me, written.transitions)
-            self._on_win()
+            self._on_win(silent_s)
         return RENEW_S
 
     def _give_up(self) -> None:

@@ -46,6 +46,7 @@ class Reader:
         number: unique in its job.
         sums: since its run began.
         claim: by which terms it reads; None: it does not tell.
+        sent_s: when its last report was made, since its run began.
         end: how the pass of its last report ended.
         is_replaced: a later run of its rank has begun, and it was silent since.
         due_at: when its job looks at it again.
@@ -58,6 +59,7 @@ class Reader:
     sums: RankWindow | None = None
     claim: Claim | None = None
     end: End = "silent"
+    sent_s: float = 0.0
     last_at: float = 0.0
     expires_at: float = 0.0
     epoch: int = 0
@@ -78,7 +80,7 @@ class Reader:
             self.claim = _claim(report)
         if self.claim is not None:
             self.claim.note(report.sent_s, now, is_over=report.end in _OVER)
-        self.sums, self.last_at = _sums(report), now
+        self.sums, self.sent_s, self.last_at = _sums(report), report.sent_s, now
         self.end = _ENDS.get(report.end, "silent")
         self.expires_at = now + min(report.expires_s, _MAX_EXPIRY_S)
         self.epoch, self.step, self.num_steps = report.epoch, report.step, report.num_steps
@@ -96,10 +98,11 @@ class Reader:
 
 @dataclass
 class Audit:
-    """The last record of a pass."""
+    """The last record of a pass; ``sent_s`` as of a `Reader`."""
 
     begun_at: float
     last_at: float
+    sent_s: float
     record: str
 
 
@@ -130,10 +133,12 @@ class Job:
 
     def apply(self, report: pb.ReaderReport, now: float) -> list[tuple[int, str]]:
         """Takes a report; returns the readers that were forgotten, by rank and run."""
+        reader = self.readers.get((report.rank, report.run))
+        if reader is not None and report.sent_s < reader.sent_s:
+            return []  # another node was faster with a later one
         self.last_at = now
         self._fingerprint, self._world_size = report.fingerprint, report.world_size
         self._view, self._view_digest = report.view, report.view_digest
-        reader = self.readers.get((report.rank, report.run))
         if reader is None:
             reader = self._begin(report.rank, report.run, now)
         runs = self._runs[reader.rank]
@@ -296,12 +301,16 @@ class Job:
             end: End = "stopped" if last.claim is None else last.end
             yield RankEnd(rank, end, last.epoch, last.step, last.num_steps)
 
-    def put_audit(self, report: pb.ReaderReport, now: float) -> None:
-        """Keeps the audit record of a report, in place of the one of the same pass."""
+    def put_audit(self, report: pb.ReaderReport, now: float) -> bool:
+        """Keeps the audit record of a report in place of an earlier one of its pass, if it can."""
         key = report.run, audit_key(report)
-        before = self.audits.pop(key, None)
+        before = self.audits.get(key)
+        if before is not None and report.sent_s < before.sent_s:
+            return False
+        self.audits.pop(key, None)
         begun_at = now - report.elapsed_s if before is None else before.begun_at
-        self.audits[key] = Audit(begun_at, now, report.audit)
+        self.audits[key] = Audit(begun_at, now, report.sent_s, report.audit)
+        return True
 
     def describe_audits(self, now: float) -> Iterator[pb.AuditEntry]:
         """Its audit records."""

@@ -95,10 +95,9 @@ class Jobs:
             self._drop(gone)
         for reader in self._readers.put((key, report.rank, report.run), owner):
             self._drop_reader(*reader)
-        if report.audit:
+        if report.audit and job.put_audit(report, now):
             record = key, report.run, audit_key(report)
             num_bytes = len(report.audit) + _AUDIT_OVERHEAD
-            job.put_audit(report, now)
             for of_job, run, number in self._audits.put(record, owner, num_bytes):
                 del self._jobs[of_job].audits[run, number]
 

@@ -72,7 +72,7 @@ def audit_key(report: pb.ReaderReport) -> str:
 
 
 class WaitingReports:
-    """Reports that wait for the next heartbeat of a node. Thread-safe.
+    """Reports that wait for a heartbeat of a node that is answered. Thread-safe.
 
     A report replaces the one before of its reader and pass: sums are since the run began. The bytes
     of each principal and each namespace are bounded; the oldest reports of who sends most are left
@@ -81,30 +81,32 @@ class WaitingReports:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._clear()
-
-    def _clear(self) -> None:
-        self._reports: dict[tuple[object, ...], pb.ReaderReport] = {}
+        self._reports: dict[tuple[object, ...], pb.ReaderReport] = {}  # the oldest first
+        self._taken: dict[tuple[object, ...], pb.ReaderReport] = {}
         self._shares: Shares[tuple[object, ...]] = Shares(_WAITING_BYTES)
 
-    def put(self, report: pb.ReaderReport, *, is_older: bool = False) -> None:
-        """Adds a report that was checked.
-
-        Args:
-            is_older: it was taken before, and is left out if there is a later one.
-        """
+    def put(self, report: pb.ReaderReport) -> None:
+        """Adds a report that was checked."""
         owner = owner_of(report)
         key = (*owner, report.job, report.dataset, report.rank, report.run, audit_key(report))
         with self._lock:
-            if is_older and key in self._reports:
-                return
+            self._reports.pop(key, None)
             self._reports[key] = report
             for gone in self._shares.put(key, owner, report.ByteSize()):
                 del self._reports[gone]
 
     def take(self) -> list[pb.ReaderReport]:
-        """All of them, the oldest first; none waits afterwards."""
+        """All of them, the oldest first; each is given again until `drop_taken`."""
         with self._lock:
-            reports = list(self._reports.values())
-            self._clear()
-            return reports
+            self._taken = dict(self._reports)
+            return list(self._taken.values())
+
+    def drop_taken(self) -> list[pb.ReaderReport]:
+        """Forgets and returns those that `take` gave last; one that was replaced since waits on."""
+        with self._lock:
+            taken, self._taken = self._taken, {}
+            for key, report in taken.items():
+                if self._reports.get(key) is report:
+                    del self._reports[key]
+                    self._shares.drop(key)
+            return list(taken.values())

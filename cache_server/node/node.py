@@ -422,18 +422,20 @@ class Node:
                 response = self._link.heartbeat(request)
                 self._encoder.apply(response)
                 if response.resend:
-                    self._reports.put_back(request)
                     self._stop.wait(0.0 if request.since else _RETRY_S)
                     continue
-                self._reports.take_answer(request.reports, response.disagreements)
+                self._reports.take_answer(response.disagreements)
                 desired = self._decoder.decode(response)
             except CacheError as error:
+                if not isinstance(error, NodeUnavailableError):  # a report may be the reason
+                    self._reports.drop_taken()
                 log.record_failure(error, joined=self._joined.is_set())
                 failed += 1
                 self._leaving.note_failure(begun_s)
                 interval = pause_s(failed, _FIRST_RETRY_S, _LONGEST_RETRY_S)
             except Exception:  # from a coordinator in this process, for example of a full disk
                 logger.exception("heartbeat failed, will be tried again")
+                self._reports.drop_taken()
                 interval = _RETRY_S
             else:
                 log.record_answer()

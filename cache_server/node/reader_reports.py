@@ -77,10 +77,13 @@ class ReaderReports:
         self._waiting.put(report)
         return told
 
-    def take_answer(
-        self, reports: Iterable[pb.ReaderReport], told: Iterable[pb.Disagreement]
-    ) -> None:
-        """Takes what the coordinator answered to the reports of a heartbeat."""
+    def take(self) -> list[pb.ReaderReport]:
+        """Those that wait, the oldest first; they wait until their heartbeat is answered."""
+        return self._waiting.take()
+
+    def take_answer(self, told: Iterable[pb.Disagreement]) -> None:
+        """Takes what the coordinator answered to the reports that were sent last."""
+        reports = self._waiting.drop_taken()
         with self._lock:
             for report in reports:
                 self._told.pop((report.namespace, report.run), None)
@@ -89,11 +92,6 @@ class ReaderReports:
             while len(self._told) > _MAX_TOLD:
                 del self._told[next(iter(self._told))]
 
-    def put_back(self, request: pb.HeartbeatRequest) -> None:
-        """Takes the reports of a heartbeat that must be sent again."""
-        for report in request.reports:
-            self._waiting.put(report, is_older=True)
-
-    def take(self) -> list[pb.ReaderReport]:
-        """Those that wait, the oldest first."""
-        return self._waiting.take()
+    def drop_taken(self) -> None:
+        """Forgets what was sent last: the coordinator refused the heartbeat."""
+        self._waiting.drop_taken()

@@ -26,6 +26,7 @@ _SETTLE_S = 60.0  # longer than a node takes to restart
 _HEARTBEATS_PER_S = 200  # of all nodes: about a tenth of a core
 _HEARTBEATS_PER_TIMEOUT = 2.5
 _SUSPECT_TIMEOUTS = 0.5  # longer than between two heartbeats
+REPORT_S = 3.0  # longer than a node takes to find a new coordinator
 _FORGET_TIMEOUTS = 60  # a member that is silent for this many node timeouts is removed
 
 
@@ -178,6 +179,17 @@ class Membership:
             logger.error("node untrusted id=%s reason=%s", node_id, reason)
             member.untrusted = reason
             self._alive_until = -math.inf
+
+    def count_silence(self, silent_s: float) -> None:
+        """Counts what passed before this coordinator as silence of the nodes of the catalogue.
+
+        Who waits for the shards of a lost one has waited since then, too. But each node has a few
+        seconds to report to this coordinator.
+        """
+        left_s = max(self._timeout_s - silent_s, min(REPORT_S, self._timeout_s))
+        seen = self._clock() - self._timeout_s + left_s
+        for member in self._members.values():
+            member.last_seen = min(member.last_seen, seen)
 
     def _heard_until(self) -> float:
         """The moment until which all reports that came were taken."""

@@ -18,6 +18,7 @@ class Candidate:
         wins: +1 for each win, -1 for each loss.
         holder: the location that it follows; None: it did not look.
         heard: whether the coordinator answers it.
+        silent_s: for which the holder before was silent.
     """
 
     def __init__(self, objects: ElectionStore, name: str, clock: Clock) -> None:
@@ -29,10 +30,14 @@ class Candidate:
             identity(f"{name}:1", "p"),
             is_heard=lambda: self.heard,
             on_holder=lambda location: setattr(self, "holder", location),
-            on_win=lambda: self.wins.append(1),
+            on_win=self._win,
             on_loss=lambda: self.wins.append(-1),
             clock=clock,
         )
+
+    def _win(self, silent_s: float) -> None:
+        self.wins.append(1)
+        self.silent_s = silent_s
 
     def step(self) -> float:
         self.holder = None
@@ -75,6 +80,7 @@ def test_a_leader_that_is_gone_is_replaced_once_its_lease_is_over(objects: Elect
     b.step()
     c.step()
     assert (b.wins, c.wins, c.holder) == ([1], [], "b:1")
+    assert (a.silent_s, b.silent_s) == (0.0, DURATION_S)
 
 
 def test_a_leader_that_was_paused_does_not_lead_when_it_wakes(objects: ElectionStore) -> None:

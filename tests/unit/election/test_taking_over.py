@@ -14,6 +14,7 @@ from cache_server.coordinating import Coordinating
 from cache_server.coordination.catalogue import Catalogue
 from cache_server.coordination.catalogue_store import CatalogueLostError
 from cache_server.coordination.coordinator import Coordinator
+from cache_server.coordination.members.membership import REPORT_S
 from cache_server.election import elector, lease
 from cache_server.election.elected_link import ElectedLink
 from cache_server.election.election import Election
@@ -24,6 +25,7 @@ from tests.conftest import write_numbered
 from tests.fake_nodes import (
     FILES,
     ROWS_PER_FILE,
+    SHARDS,
     TIMEOUT_S,
     Clock,
     FakeNode,
@@ -109,6 +111,32 @@ def test_a_load_goes_on_in_the_next_term(lead: Lead, source: Path) -> None:
     second = lead()
     move(second, *nodes)
     assert state(second) == "ready"
+
+
+def test_nodes_that_were_lost_with_the_coordinator_are_soon_known_to_be(
+    objects: ClusterObjects, source: Path
+) -> None:
+    clock = Clock()
+
+    def make(_: Catalogue, term: int) -> Coordinator:
+        return make_coordinator(KubernetesStore(objects, lambda: True, lambda: None), clock)
+
+    with Coordinating(make, NO_CREDENTIALS) as own:
+        first = own.begin(Catalogue(Path("unused")))
+        a, b, late = (FakeNode(first, name) for name in ("a", "b", "c"))
+        settle(a, b, late)
+        first.create(spec(source))
+        settle(a, b, late)
+        own.end()
+        second = own.begin(Catalogue(Path("unused")), silent_s=lease.DURATION_S)
+        move(second, b)
+        clock.now += REPORT_S - 0.1
+        move(second, late)
+        assert state(second) == "loading"  # a may come
+        clock.now += 0.2
+        settle(b, late)
+        assert state(second) == "ready"
+        assert b.holds("table") | late.holds("table") == SHARDS
 
 
 def test_a_lost_coordinator_is_followed_no_more(lead: Lead) -> None:

@@ -12,7 +12,7 @@ from cache_server.auth.principals import Viewer
 from cache_server.jobs import jobs as jobs_module
 from cache_server.jobs.history import Ring
 from cache_server.jobs.jobs import Jobs
-from cache_server.jobs.reports import checked_report
+from cache_server.jobs.reports import WaitingReports, checked_report
 from cache_server.jobs.shares import Bounds
 
 
@@ -167,6 +167,35 @@ def test_audit_records_are_kept_by_run_and_pass_and_given_when_asked_for(
     assert not jobs.jobs()[0].audits
     records = [json.loads(entry.record) for entry in jobs.jobs("train", audits=True)[0].audits]
     assert [(each["number"], each["steps"]) for each in records] == [(1, 9), (2, 1)]
+
+
+def test_a_report_that_comes_after_a_later_one_changes_nothing_but_other_passes(
+    jobs: Jobs,
+) -> None:
+    def audit(number: int, steps: int) -> str:
+        return json.dumps({"number": number, "dataset": "t", "steps": steps}, separators=(",", ":"))
+
+    jobs.apply([report(batches=90, sent_s=9, epoch=2, audit=audit(2, 90))])
+    jobs.apply([report(batches=50, sent_s=5, epoch=2, audit=audit(2, 50))])  # by another node
+    jobs.apply([report(batches=20, sent_s=2, epoch=1, audit=audit(1, 20))])
+
+    (job,) = jobs.jobs("train", audits=True)
+    assert (job.epoch, job.step) == (2, 90)
+    assert [json.loads(entry.record)["steps"] for entry in job.audits] == [90, 20]
+
+
+def test_reports_wait_for_the_answer_to_their_heartbeat_the_oldest_first() -> None:
+    waiting = WaitingReports()
+    waiting.put(report(0, batches=1))
+    waiting.put(report(1, batches=2))
+    waiting.put(report(0, batches=3))
+
+    assert [each.step for each in waiting.take()] == [2, 3]
+    waiting.put(report(1, batches=4))  # and the answer is late
+    assert [each.step for each in waiting.take()] == [3, 4]
+    waiting.put(report(0, batches=5))
+    assert [each.step for each in waiting.drop_taken()] == [3, 4]
+    assert [each.step for each in waiting.take()] == [5]
 
 
 KINDS = {

@@ -30,6 +30,7 @@ from cache_protocol.storage.row_sets import encode_rows
 from cache_protocol.storage.shard_files import Selection
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.wire.credentials import Credentials
+from cache_server.auth.principals import ANYONE
 from cache_server.coordination.catalogue import Catalogue
 from cache_server.coordination.coordinator import Coordinator
 from cache_server.coordination.members import membership
@@ -698,6 +699,30 @@ def test_a_node_whose_coordinator_fails_for_a_moment_goes_on(
     harness.node.start()
 
     assert harness.wait(pb.DATASET_STATE_READY).num_rows == 10 * FILES
+
+
+def test_a_report_of_a_reader_whose_heartbeat_is_not_answered_is_sent_again(
+    harness: Harness, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer, lost = harness.coordinator.heartbeat, list[pb.ReaderReport]()
+
+    def heartbeat(request: pb.HeartbeatRequest) -> pb.HeartbeatResponse:
+        if request.reports and not lost:
+            lost.extend(request.reports)
+            raise NodeUnavailableError("the coordinator is late")
+        return answer(request)
+
+    monkeypatch.setattr(harness.coordinator, "heartbeat", heartbeat)
+    harness.coordinator.create(spec(source))
+    harness.node.start()
+    harness.wait(pb.DATASET_STATE_READY)
+    report = pb.ReaderReport(
+        job="train", dataset="table", run="run", world_size=1, step=7, expires_s=60.0
+    )
+    harness.node.take_report(report, ANYONE)
+
+    (job,) = wait_until(harness.coordinator.jobs.jobs, WAIT_S, "the report came")
+    assert (job.name, job.step, len(lost)) == ("train", 7, 1)
 
 
 def test_a_failed_dataset_that_is_requested_while_its_loads_run_is_loaded_again(
