@@ -101,7 +101,7 @@ def due(
     elif view != "all":
         if view not in CONDITIONS:
             return None
-        value, sign, number = view.split()
+        _, sign, number = view.split()
         holds = {"<": int.__lt__, "<>": int.__ne__, ">": int.__gt__}[sign]
         rows = [row for row in rows if holds(labels[row], int(number))]
     return Counter(rows)
@@ -430,7 +430,8 @@ def mixture(seed: int) -> Counter[str]:
     views = [rng.choice([each for each in VIEWS if each != "list"]) for _ in range(2)]
     with MadeUp(rng).running():
         world, batch = rng.randint(1, 7), rng.randint(1, 6)
-        stop = rng.choice(["first_exhausted", "all_exhausted", 7])
+        stops: tuple[Any, ...] = ("first_exhausted", "all_exhausted", 7)
+        stop = rng.choice(stops)
         ranks = [
             CacheMixture(
                 {
@@ -462,9 +463,7 @@ def mixture(seed: int) -> Counter[str]:
                 for sources, rows in step
                 for pair in zip(sources, rows, strict=True)
             ]
-            log[epoch] = [
-                (at, row) for at, (source, row) in enumerate(given) if source == "rows"
-            ]
+            log[epoch] = [(at, row) for at, (source, row) in enumerate(given) if source == "rows"]
             state = {k: v for k, v in ranks[0].state_dict(steps=steps).items() if k != "mixture"}
             wanted = Wanted(access_to(ENDPOINT), "rows", ALL_ROWS)
             told = told_of_epochs(read_state(state), [wanted])

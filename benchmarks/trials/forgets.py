@@ -26,6 +26,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -43,7 +44,6 @@ from cache_protocol.errors import (
     ErasedRowsError,
     NodeUnavailableError,
     NotReadyError,
-    StaleVersionError,
 )
 from cache_server.local import LocalCluster, LocalNode
 
@@ -222,6 +222,7 @@ class Trial:
                 if time.monotonic() < until:
                     self._forget_one(user, readers)
                     self.found.runs += 1
+                    print(f"seed {self._seed}: run {self.found.runs}", flush=True)
             self.ended = True
             for reader in readers:
                 reader.join(WAIT_S)
@@ -235,7 +236,7 @@ class Trial:
         info = self._until_done(lambda: self._client.load(self._spec))
         self._versions = [*self._versions[-2:], info.fingerprint]
         for version in self._versions:
-            self._until_done(lambda v=version: open_version(self._access, NAME, v))
+            self._until_done(partial(open_version, self._access, NAME, version))
 
     def _readers(self) -> list[Reader]:
         here = Connection(self._cluster.endpoint, local=True, deadline_s=WAIT_S)
