@@ -44,6 +44,7 @@ from cache_protocol.errors import (
     ErasedRowsError,
     NodeUnavailableError,
     NotReadyError,
+    StaleVersionError,
 )
 from cache_server.local import LocalCluster, LocalNode
 
@@ -205,7 +206,7 @@ class Trial:
         hidden = [self._source / f"{file:02}.parquet" for file in (FILES - 2, FILES - 1)]
         for path in hidden:
             path.rename(path.with_suffix(".later"))
-        with LocalCluster(2, self._nodes_dir, node_timeout_s=2.0, lease_s=60.0) as cluster:
+        with LocalCluster(2, self._nodes_dir, node_timeout_s=2.0, lease_s=120.0) as cluster:
             self._cluster = cluster
             self._client = CacheClient(Connection(cluster.endpoint, deadline_s=60.0))
             self._access = access_to(Connection(cluster.endpoint))
@@ -235,8 +236,11 @@ class Trial:
         """Loads a version of the files as they are, and keeps two before it by reading them."""
         info = self._until_done(lambda: self._client.load(self._spec))
         self._versions = [*self._versions[-2:], info.fingerprint]
-        for version in self._versions:
-            self._until_done(partial(open_version, self._access, NAME, version))
+        for version in list(self._versions):
+            try:
+                self._until_done(partial(open_version, self._access, NAME, version))
+            except StaleVersionError:  # the nodes were away for longer than its lease
+                self._versions.remove(version)
 
     def _readers(self) -> list[Reader]:
         here = Connection(self._cluster.endpoint, local=True, deadline_s=WAIT_S)
@@ -479,6 +483,8 @@ class Trial:
         while True:
             try:
                 return call()
+            except StaleVersionError:
+                raise
             except CacheError as error:
                 self.found.did[f"calls again after {type(error).__name__}"] += 1
                 if not isinstance(error, NodeUnavailableError | NotReadyError):
