@@ -223,7 +223,8 @@ class Trial:
                 if time.monotonic() < until:
                     self._forget_one(user, readers)
                     self.found.runs += 1
-                    print(f"seed {self._seed}: run {self.found.runs}", flush=True)
+                    spent = {name: round(value) for name, value in self.found.seconds.items()}
+                    print(f"seed {self._seed}: run {self.found.runs}, {spent}", flush=True)
             self.ended = True
             for reader in readers:
                 reader.join(WAIT_S)
