@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import logging
 import math
 import random
 import time
@@ -485,26 +486,32 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="file for the result")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no case after them")
+    parser.add_argument("--json", type=Path, help="file to which the result is added")
     arguments = parser.parse_args()
+    logging.getLogger("cache_client").setLevel(logging.ERROR)  # it says what is asked for here
     begin, total = time.monotonic(), Counter[str]()
+    cases = 0
     for seed in range(arguments.seed, arguments.seed + arguments.cases):
+        if time.monotonic() - begin > arguments.seconds:
+            break
         try:
             total += run(seed)
         except BaseException:
             print(f"seed {seed}")
             raise
-    wall_s = round(time.monotonic() - begin)
+        cases += 1
     result = {
         "seed": arguments.seed,
-        "cases": arguments.cases,
+        "cases": cases,
         "deviations": 0,
         "did": dict(sorted(total.items())),
-        "wall_s": wall_s,
+        "wall_s": round(time.monotonic() - begin),
     }
     print(json.dumps(result, indent=2))
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps(result, indent=2) + "\n")
+        earlier = json.loads(arguments.json.read_text()) if arguments.json.exists() else []
+        arguments.json.write_text(json.dumps([*earlier, result], indent=2) + "\n")
 
 
 if __name__ == "__main__":

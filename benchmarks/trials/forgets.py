@@ -5,9 +5,10 @@
 Two nodes hold six million rows twice, in three versions or more. Each user has rows with a canary:
 16 bytes of text, and the same bytes in two packed numbers. A run forgets one user, and kills nodes
 at random moments. Once `forget` has returned, no file of a node that answers has a part of the
-canary, no process has mapped one, and no answer has a row of the user. Jobs that read meanwhile
-get every other row once. A node that was away erases before it serves, and a refresh of the source
-brings nothing back. A cluster has some runs, so its later ones look for all users before, too.
+canary, no process has mapped one, and no answer has a row of the user. Jobs that read meanwhile,
+and after it, get every other row once. A node that was away erases before it serves, and a refresh
+of the source brings nothing back. A cluster has some runs, so its later ones look for all users
+before, too.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import traceback
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -141,8 +142,8 @@ class Reader(threading.Thread):
 
     def run(self) -> None:
         while not self._trial.ended:
-            self._trial.reading.wait(1.0)
-            if not self._trial.reading.is_set():
+            if self.passes >= self._trial.wanted_passes:
+                time.sleep(0.05)
                 continue
             try:
                 self._pass()
@@ -181,7 +182,7 @@ class Trial:
     """One cluster, and its runs.
 
     Attributes:
-        reading: readers begin further passes.
+        wanted_passes: of each reader, from the begin on.
         gone: users that were forgotten.
         leaving: users that are being forgotten.
     """
@@ -192,7 +193,7 @@ class Trial:
         self.gone: set[int] = set()
         self.leaving: set[int] = set()
         self.ended = False
-        self.reading = threading.Event()
+        self.wanted_passes = 0
         self._versions: list[str] = []  # the last three
         self._spec = DatasetSpec(NAME, str(source), replicas=2, target_shard_bytes=8 << 20)
 
@@ -304,9 +305,8 @@ class Trial:
         by_text = f"text = '{canary(user).decode()}'"
         by_number = f"first = {int.from_bytes(canary(user)[:8], 'little')}"
         where = self._rng.choice([by_text, by_number])
-        self.reading.set()
+        self.wanted_passes += 1
         time.sleep(self._rng.uniform(0.0, 1.0))
-        passes = [reader.passes for reader in readers]
         self.leaving.add(user)
         killer = self._kill(kind)
         with self.found.timed("forget"):
@@ -314,27 +314,25 @@ class Trial:
                 lambda: self._client.forget(NAME, where, reason=f"trial {user}", timeout_s=WAIT_S)
             )
         self.gone.add(user)
+        self.wanted_passes += 1  # one more, while nodes return
         if not act.attestation:
             self.fault(f"user {user}: no act")
             return
         away = set(json.loads(act.attestation)["attestation"]["away"])
         self.found.versions[len(act.versions)] += 1
         self.found.did["acts with a node away"] += bool(away)
-        with self.found.timed("look"):
-            self._look(f"{kind}: when forget returned", away)
+        self._look(f"{kind}: when forget returned", away)
         with self.found.timed("nodes return"):
             killer()
             self._settle(away, f"{kind}: as nodes return")
         with self.found.timed("passes end"):
             self._until(
-                lambda: all(r.passes > n for r, n in zip(readers, passes, strict=True)),
-                "passes that ran end",
+                lambda: all(reader.passes >= self.wanted_passes for reader in readers),
+                "passes end",
             )
-        self.reading.clear()
         with self.found.timed("refresh"):
             self._refresh()
-        with self.found.timed("look"):
-            self._look(f"{kind}: after a refresh")
+        self._look(f"{kind}: after a refresh")
 
     def _kill(self, kind: str) -> Callable[[], None]:
         """Kills nodes at a random moment from now on; returns what waits until they run again."""
@@ -414,28 +412,30 @@ class Trial:
     def _look(self, when: str, away: set[str] | frozenset[str] = frozenset()) -> None:
         """Looks for canaries in files, in mapped files that were removed, and in pages."""
         folders = [node.cache_dir for node in self._cluster.nodes if node.node_id in away]
-        kept = [path for path in self._files() if not any(path.is_relative_to(f) for f in folders)]
+        with self.found.timed("look at files"):
+            found = self._files()
+        kept = [path for path in found if not any(path.is_relative_to(f) for f in folders)]
         if kept:
             self.fault(f"{when}: canaries in {kept}")
-        for node in self._cluster.nodes:
-            for answer in self._answers(node):
+        with self.found.timed("look at answers"):
+            for answer in self._answers():
                 if has_canary(answer, self.gone):
                     self.fault(f"{when}: canary in the answer {answer[:60]!r}")
-        for process in (psutil.Process(), *psutil.Process().children()):
-            self._look_at_mapped(process, when)
+        with self.found.timed("look at memory"):
+            for process in (psutil.Process(), *psutil.Process().children()):
+                self._look_at_mapped(process, when)
 
-    def _answers(self, node: LocalNode) -> Iterator[bytes]:
-        for path in ("", "/metrics"):
-            try:
-                with urllib.request.urlopen(f"{node.page.rstrip('/')}{path}", timeout=10) as found:
-                    yield found.read()
-            except OSError:  # it is down
-                continue
-        try:
-            yield repr(self._client.forgotten()).encode()
-            yield repr(self._client.describe(NAME)).encode()
-        except CacheError:
-            return
+    def _answers(self) -> Iterator[bytes]:
+        for node in self._cluster.nodes:
+            for path in ("", "/metrics"):
+                try:
+                    with urllib.request.urlopen(node.page.rstrip("/") + path, timeout=5) as found:
+                        yield found.read()
+                except OSError:  # it is down
+                    break
+        with suppress(CacheError):  # likewise
+            client = CacheClient(Connection(self._cluster.endpoint, deadline_s=3.0))
+            yield repr((client.forgotten(), client.describe(NAME))).encode()
 
     def _look_at_mapped(self, process: psutil.Process, when: str) -> None:
         """Looks at files that a process has mapped and no folder has any more."""
