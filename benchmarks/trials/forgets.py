@@ -51,7 +51,7 @@ from cache_server.local import LocalCluster, LocalNode
 
 NAME, FILES, USERS, RUNS_OF_A_CLUSTER = "people", 12, 60, 10
 WAIT_S = 120.0
-_MARKS = b"C@n", b"r!7"  # each half of a canary begins with one
+_MARK = b"C@n"  # each half of a canary begins with it
 _KILLS = "coordinator", "node", "both", "away"
 
 Ids = npt.NDArray[np.int64]
@@ -60,18 +60,17 @@ _T = TypeVar("_T")
 
 def canary(user: int) -> bytes:
     """The 16 bytes of a user; each half is found by itself."""
-    return b"".join(mark + b"%05d" % user for mark in _MARKS)
+    return b"%b0%04d%b1%04d" % (_MARK, user, _MARK, user)
 
 
 def has_canary(data: bytes, users: set[int]) -> bool:
     """Whether there is a half of a canary of some users."""
-    for mark in _MARKS:
-        at = data.find(mark)
-        while at >= 0:
-            number = data[at + len(mark) : at + 8]
-            if number.isdigit() and int(number) in users:
-                return True
-            at = data.find(mark, at + 1)
+    at = data.find(_MARK)
+    while at >= 0:
+        number = data[at + 4 : at + 8]
+        if number.isdigit() and int(number) in users:
+            return True
+        at = data.find(_MARK, at + 1)
     return False
 
 
@@ -455,8 +454,15 @@ class Trial:
 
     def _files(self) -> list[Path]:
         """Files of nodes, of their scratch and logs, with a canary of users that are gone."""
-        paths = (Path(folder, name) for folder, _, names in os.walk(self._base) for name in names)
-        return [path for path in paths if self._has(path)]
+        found, looked = [], dict[int, bool]()  # versions have files in common
+        for folder, _, names in os.walk(self._base):
+            for path in (Path(folder, name) for name in names):
+                with suppress(OSError):  # it was removed
+                    inode = path.stat().st_ino
+                    if inode not in looked:
+                        looked[inode] = self._has(path)
+                    found += [path] if looked[inode] else []
+        return found
 
     def _has(self, path: Path) -> bool:
         try:
