@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +15,13 @@ from cache_client.control.erasures import erased_acts
 from cache_client.control.row_reads import checked_name
 from cache_client.job.arguments import seconds_problems
 from cache_protocol.datasets.values import is_text
-from cache_protocol.errors import CacheError, ConfigError, NotReadyError, some_of
+from cache_protocol.errors import (
+    CacheError,
+    ConfigError,
+    NodeUnavailableError,
+    NotReadyError,
+    some_of,
+)
 from cache_protocol.storage.row_sets import decode_rows
 from cache_protocol.v1 import cache_pb2 as pb
 
@@ -98,6 +105,7 @@ class Forgets:
         """Erases the rows of a dataset that fulfil conditions: in all versions, on all nodes.
 
         Later loads leave out rows with the same values. See docs/forget.md for what that means.
+        After an error you may call it again: the same conditions and reason are the same act.
 
         Args:
             where: SQL conditions over the columns; a row must fulfil all.
@@ -144,7 +152,8 @@ class Forgets:
                     f"goes on: {some_of(act.waits)}. See cachectl forgotten"
                 )
             time.sleep(_LOOK_EVERY_S)
-            (act,) = self.forgotten(name, number=act.number)
+            with suppress(NodeUnavailableError):  # a new coordinator continues the act
+                (act,) = self.forgotten(name, number=act.number)
         return act
 
     def _begin_forget(

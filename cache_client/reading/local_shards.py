@@ -14,6 +14,7 @@ import secrets
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -77,24 +78,24 @@ class LocalShards:
         self._table: MappedTable | None = None
         self._selection: Selection | None = None
         self._layout: Layout | None = None  # of the files
-        self._files: dict[int, tuple[Path, SealedShard]] = {}
+        self._files: dict[int, tuple[Path, _Line]] = {}
         manifests = _Manifests()
         num_rows = shards.rows_of_shards
         maps = MAPS_PER_SHARD + MAPS_PER_COLUMN * len(shards.layout.columns)
         most = _MAX_MAPS // maps
         for shard, files in enumerate(shards.files[:most]):
             for file in files:
-                sealed = manifests.find(file)
-                if sealed is not None and sealed.num_rows == num_rows[shard]:
-                    self._files[shard] = (Path(file.path), sealed)
+                line = manifests.find(file)
+                if line is not None and line.sealed.num_rows == num_rows[shard]:
+                    self._files[shard] = (Path(file.path), line)
                     break
         self._num_rows = [n if shard in self._files else 0 for shard, n in enumerate(num_rows)]
         self._is_mapped = np.zeros(len(num_rows), np.bool_)
         self._mapped: dict[int, MappedShard] = {}
         erased = [
-            decode_rows(base64.b64decode(sealed.erased)) + int(shards.starts[shard])
-            for shard, (_, sealed) in self._files.items()
-            if sealed.erased
+            decode_rows(base64.b64decode(line.sealed.erased)) + int(shards.starts[shard])
+            for shard, (_, line) in self._files.items()
+            if line.sealed.erased
         ]
         self._erased: Ids = np.sort(np.concatenate([*erased, np.empty(0, np.int64)]))
 
@@ -171,9 +172,9 @@ class LocalShards:
         found = self._files.get(shard)
         if found is None:
             raise ShardFileLostError(f"shard {shard} has no file on this machine")
-        path, sealed = found
+        (path, line), sealed = found, found[1].sealed
         try:
-            mapped = _map_file(sealed, path)
+            mapped = _map_file(line, path)
             if mapped.file.size != sealed.num_bytes:
                 raise ValueError(f"{mapped.file.size} bytes instead of {sealed.num_bytes}")
             layout = mapped.layout.with_nulls(self._null_names)
@@ -201,21 +202,30 @@ class LocalShards:
         self._mapped[shard] = mapped
 
 
-def _map_file(sealed: SealedShard, path: Path) -> MappedShard:
+class _Line(NamedTuple):
+    """What a manifest says of a shard, and its time in nanoseconds before it was read."""
+
+    sealed: SealedShard
+    read_ns: int
+
+
+def _map_file(line: _Line, path: Path) -> MappedShard:
     """Maps a file of this machine, and checks its digests, its owner and its time.
+
+    A manifest that was written since may name rows that were erased in the file.
 
     Raises:
         ValueError: they are not those of a file that its node sealed, or its manifest has no
             digests.
     """
-    digests = sealed.digests
+    sealed, digests = line.sealed, line.sealed.digests
     if checksum_of(digests) != sealed.checksum or len(digests) != DIGEST_BYTES * num_pieces(
         sealed.num_bytes
     ):
         raise ValueError("its manifest has other digests")
     mapped = MappedShard(sealed, path)
     file, manifest = path.stat(), path.with_name(MANIFEST).stat()
-    if file.st_uid != manifest.st_uid or file.st_mtime_ns > manifest.st_mtime_ns:
+    if file.st_uid != manifest.st_uid or file.st_mtime_ns > line.read_ns:
         raise ValueError("its owner changed, or it was written after it was sealed")
     return mapped
 
@@ -240,19 +250,19 @@ class _Manifests:
 
     def __init__(self) -> None:
         self._node_ids: dict[str, str] = {}
-        self._manifests: dict[str, dict[str, SealedShard]] = {}
+        self._manifests: dict[str, dict[str, _Line]] = {}
 
-    def find(self, file: ShardFile) -> SealedShard | None:
+    def find(self, file: ShardFile) -> _Line | None:
         """The manifest line of ``file``; None unless node, checksum and size are the same."""
         version, _, name = file.path.rpartition("/")
         cache_dir = version.rsplit("/", 2)[0]
         if self._node_id(cache_dir) != file.node_id:
             return None
-        sealed = self._manifest(version).get(name)
-        if sealed is None or not sealed.checksum:
+        line = self._manifest(version).get(name)
+        if line is None or not (sealed := line.sealed).checksum:
             return None
         same = (sealed.num_bytes, sealed.checksum) == (file.num_bytes, file.checksum)
-        return sealed if same else None
+        return line if same else None
 
     def _node_id(self, cache_dir: str) -> str:
         found = self._node_ids.get(cache_dir)
@@ -264,13 +274,15 @@ class _Manifests:
             self._node_ids[cache_dir] = found
         return found
 
-    def _manifest(self, version: str) -> dict[str, SealedShard]:
+    def _manifest(self, version: str) -> dict[str, _Line]:
         found = self._manifests.get(version)
         if found is None:
+            path, found = Path(version, MANIFEST), {}
             try:
-                lines = read_manifest(Path(version, MANIFEST))
+                read_ns = path.stat().st_mtime_ns
+                lines = read_manifest(path)
+                found = {shard_file_name(each.index): _Line(each, read_ns) for each in lines}
             except OSError:
-                lines = []
-            found = {shard_file_name(line.index): line for line in lines}
+                pass  # there is none
             self._manifests[version] = found
         return found

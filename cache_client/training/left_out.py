@@ -6,6 +6,7 @@ they learn of it: each leaves out its own rows.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,8 +18,10 @@ from cache_client.flight.routing import ShardMap
 from cache_client.job.connection import Access
 from cache_client.order.erased import Erased, joined_rows
 from cache_client.order.permutation import Int64Array
-from cache_protocol.errors import ErasedRowsError
+from cache_protocol.errors import ErasedRowsError, some_of
 from cache_protocol.storage.row_sets import among
+
+logger = logging.getLogger(__name__)
 
 MOST_ASKS = 8  # for rows that are erased one act after the other
 
@@ -89,6 +92,11 @@ class LeftOut:
             more = sum(len(each.erased.acts) for each in found)
             if more == sum(len(each.erased.acts) for each in self.known):
                 return False
+            logger.warning(
+                "rows of dataset %s were forgotten: batches leave them out, and are shorter until "
+                "the job is amended or starts again, see docs/amend.md",
+                some_of(sorted({repr(each.shards.dataset) for each in found})),
+            )
             self.known = tuple(found)
             self.rows = joined_rows([each.erased.gone + each.first for each in found])
             return True

@@ -8,24 +8,40 @@ import logging
 import time
 from collections.abc import Iterable
 from operator import itemgetter
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from cache_protocol.errors import ConfigError
 from cache_protocol.storage.row_sets import decode_rows
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.wire import attestations
 from cache_protocol.wire.protocol_version import ERASES_ROWS, told
+from cache_server.coordination.catalogue import Catalogue
 from cache_server.coordination.forget_book import ForgetBook
+from cache_server.coordination.members.membership import Membership
 from cache_server.coordination.versions.version_record import VersionRecord
+from cache_server.coordination.versions.versions import Versions
 from cache_server.shards.put_key import PutKey
 from cache_server.shards.tombstones import BYTES, joined
 from cache_server.shards.version_key import VersionKey
 
 logger = logging.getLogger(__name__)
 
-_ATTESTED = ("number", "dataset", "by", "reason", "begun_s", "versions", "condition_mac")
+_ASKED = ("dataset", "by", "reason", "condition_mac")
+_ATTESTED = ("number", *_ASKED, "begun_s", "versions")
+
+
+class Cache(Protocol):
+    """What acts change: a `CacheState`, inside its lock."""
+
+    versions: Versions
+    membership: Membership
+    catalogue: Catalogue
+
+    def mark_changed(self, key: VersionKey | None = None) -> None:
+        """Wakes watchers, after a version changed."""
 
 
 class Forgets:
@@ -78,7 +94,7 @@ class Forgets:
 
     def begin(
         self,
-        state: Any,
+        state: Cache,
         about: dict[str, Any],
         rows: dict[str, bytes],
         tombstones: Iterable[bytes],
@@ -124,7 +140,16 @@ class Forgets:
         )  # fmt: skip
         return number
 
-    def settle(self, state: Any) -> None:
+    def asked_before(self, about: dict[str, Any]) -> int:
+        """The number of the last act that the same was asked of; 0: there was none."""
+        same = [n for n, act in self._acts.items() if all(act[k] == about[k] for k in _ASKED)]
+        return max(same, default=0)
+
+    def open_of(self, dataset: str) -> list[int]:
+        """The acts on a dataset that are not done."""
+        return [number for number, act in self.open_acts.items() if act["dataset"] == dataset]
+
+    def settle(self, state: Cache) -> None:
         """Takes every act as far as it can go."""
         try:
             if not self._is_applied:
@@ -146,7 +171,7 @@ class Forgets:
         except OSError as error:
             logger.error("act not written reason=%s", error.strerror)
 
-    def _apply(self, state: Any, number: int, act: dict[str, Any]) -> None:
+    def _apply(self, state: Cache, number: int, act: dict[str, Any]) -> None:
         """Makes what an act says true, also for the second time."""
         dataset = act["dataset"]
         last, known = self._tombstones.get(dataset, (0, b""))
@@ -162,7 +187,7 @@ class Forgets:
                 version.erase(number, decode_rows(base64.b64decode(ids)), state.catalogue)
                 state.mark_changed(key)
 
-    def waits(self, state: Any, number: int) -> list[str]:
+    def waits(self, state: Cache, number: int) -> list[str]:
         """What an act waits for: nodes that answer and may still have the rows."""
         act = self.open_acts.get(number)
         if act is None:
@@ -185,7 +210,7 @@ class Forgets:
                     waits.append(f"node {node_id} erases rows of {key.fingerprint}")
         return waits
 
-    def _finish(self, state: Any, number: int, act: dict[str, Any]) -> None:
+    def _finish(self, state: Cache, number: int, act: dict[str, Any]) -> None:
         """Writes and signs what was done."""
         dataset = act["dataset"]
         alive = state.membership.alive()
@@ -221,7 +246,7 @@ class Forgets:
         del self.open_acts[number]
         logger.info("act done number=%d dataset=%s", number, dataset)
 
-    def messages(self, state: Any, dataset: str, number: int = 0) -> list[pb.ForgetAct]:
+    def messages(self, state: Cache, dataset: str, number: int = 0) -> list[pb.ForgetAct]:
         """The acts of a dataset, the latest first.
 
         Args:
@@ -252,7 +277,7 @@ class Forgets:
         return found
 
 
-def row_ids(places: dict[int, bytes], version: VersionRecord) -> Any:
+def row_ids(places: dict[int, bytes], version: VersionRecord) -> npt.NDArray[np.int64]:
     """The row ids of places in shards of a version, ascending."""
     starts = version.row_starts() or ()
     found = [decode_rows(rows) + starts[index] for index, rows in sorted(places.items())]

@@ -8,6 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from cache_protocol.errors import NodeUnavailableError, NotReadyError, RequestError, some_of
 from cache_protocol.storage.row_sets import encode_rows
 from cache_protocol.v1 import cache_pb2 as pb
@@ -79,17 +82,6 @@ class Forgetting:
                 )
                 for version in versions
             }
-            act = pb.ForgetAct(dataset=by.viewer.shown(name), by=by.name, reason=request.reason)
-            for version in versions:
-                fingerprint = version.pinned.key.fingerprint
-                starts = version.row_starts() or (0,)
-                act.versions.add(
-                    fingerprint=fingerprint,
-                    erased_rows=len(found[fingerprint]),
-                    num_rows=starts[-1],
-                )
-            if request.dry_run or not any(map(len, found.values())):
-                return act
             text = "\n".join(request.where).encode()
             about: dict[str, Any] = {
                 "dataset": name,
@@ -97,6 +89,8 @@ class Forgetting:
                 "reason": request.reason,
                 "condition_mac": hashlib.blake2b(text, key=key, digest_size=32).hexdigest(),
             }
+            if request.dry_run or not any(map(len, found.values())):
+                return self._nothing_erased(request, by, about, versions, found)
             if request.keep_condition:
                 about["conditions"] = list(request.where)
             rows = {name: encode_rows(ids) for name, ids in found.items()}
@@ -106,6 +100,41 @@ class Forgetting:
             (message,) = self._state.forgets.messages(self._state, name, number)
         self._state.notify_listeners()
         return message
+
+    def _nothing_erased(
+        self,
+        request: pb.ForgetRowsRequest,
+        by: Principal,
+        about: dict[str, Any],
+        versions: Sequence[VersionRecord],
+        found: dict[str, npt.NDArray[np.int64]],
+    ) -> pb.ForgetAct:
+        """The answer where rows are only counted, or there are none. Inside the lock.
+
+        The answer to the first call may be lost: the same call again has the same act.
+
+        Raises:
+            NotReadyError: another act may have these rows, and is not done.
+        """
+        forgets, name = self._state.forgets, about["dataset"]
+        if not request.dry_run:
+            if number := forgets.asked_before(about):
+                (act,) = forgets.messages(self._state, name, number)
+                return act
+            if opened := forgets.open_of(name):
+                raise NotReadyError(
+                    f"act {opened[0]} on dataset {name!r} may have these rows, and is not done: "
+                    f"{some_of(forgets.waits(self._state, opened[0]))}"
+                )
+        act = pb.ForgetAct(dataset=by.viewer.shown(name), by=by.name, reason=request.reason)
+        for version in versions:
+            fingerprint = version.pinned.key.fingerprint
+            act.versions.add(
+                fingerprint=fingerprint,
+                erased_rows=len(found[fingerprint]),
+                num_rows=(version.row_starts() or (0,))[-1],
+            )
+        return act
 
     def acts(self, name: str, number: int, viewer: Viewer = EVERYTHING) -> list[pb.ForgetAct]:
         """The acts that a viewer sees, the latest first."""
@@ -138,12 +167,13 @@ class Forgetting:
         state.find(name)
         state.versions.require_undamaged(name)
         state.orphans.require_none(name, "")
-        old = [
-            node_id
-            for node_id in sorted(state.membership.alive())
-            if told(state.membership.members[node_id].node.protocol) < ERASES_ROWS
-        ]
-        if old:
+        nodes = [state.membership.members[each].node for each in sorted(state.membership.alive())]
+        if silent := [node.id for node in nodes if not node.flight_location]:
+            raise NotReadyError(
+                f"node {some_of(silent)} has not reported since the coordinator started: which "
+                "rows it has is not known"
+            )
+        if old := [node.id for node in nodes if told(node.protocol) < ERASES_ROWS]:
             raise RequestError(f"node {some_of(old)} is too old to erase rows: update it first")
         if open_writes := state.writes.open_of(name):
             raise NotReadyError(

@@ -16,27 +16,29 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from cache_protocol.storage.row_sets import RowIds
-from cache_protocol.storage.shard_files import MappedShard
+from cache_protocol.storage.shard_files import MARK, MappedShard
 
 _Bytes = npt.NDArray[np.uint8]
 
 
-def erase(path: Path, shard: MappedShard, places: RowIds) -> None:
+def erase(path: Path, shard: MappedShard, places: RowIds, num_erased: int) -> None:
     """Overwrites rows in the file of a shard, and waits until they are on disk.
 
-    Its time changes first, so that a reader on this machine finds that it changed.
+    Its mark and its time change first, so that a reader on this machine finds that it changed.
 
     Args:
         shard: the same file, mapped.
+        num_erased: rows of the file that are erased then: the mark, the same on all nodes.
 
     Raises:
         OSError: it cannot be written.
     """
     path.chmod(0o644)
     try:
-        os.utime(path)
         with path.open("r+b") as file:
             with mmap.mmap(file.fileno(), 0) as writable:
+                writable[MARK] = (num_erased % 2**16).to_bytes(2, "little")
+                os.utime(path)
                 _overwrite(np.frombuffer(writable, np.uint8), shard, places)
                 writable.flush()
             os.fsync(file.fileno())

@@ -39,15 +39,16 @@ def overwrite(path: Path, sealed: SealedShard, places: bytes) -> SealedShard:
     Raises:
         OSError: it cannot be written.
     """
+    erased = union(base64.b64decode(sealed.erased), places)
     # Without digests: those of a file that is erased for the second time are not known.
-    erase(path, MappedShard(replace(sealed, digests=b""), path), decode_rows(places))
+    mapped = MappedShard(replace(sealed, digests=b""), path)
+    erase(path, mapped, decode_rows(places), len(decode_rows(erased)))
     digests = file_digests(path)
-    known = base64.b64decode(sealed.erased)
     return replace(
         sealed,
         checksum=checksum_of(digests),
         digests=digests,
-        erased=base64.b64encode(union(known, places)).decode(),
+        erased=base64.b64encode(erased).decode(),
     )
 
 

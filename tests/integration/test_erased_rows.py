@@ -106,7 +106,7 @@ def test_a_pass_that_runs_leaves_out_rows_when_they_are_erased(
 
 
 def test_batches_of_one_size_have_other_rows_in_place(
-    nodes: LocalCluster, erasing: Erasing
+    nodes: LocalCluster, erasing: Erasing, caplog: pytest.LogCaptureFixture
 ) -> None:
     dataset, gone, given = reader(nodes, pad_mask="real"), [*range(0, ROWS, 3)], list[int]()
     erasing.erase("rows", gone)
@@ -115,6 +115,7 @@ def test_batches_of_one_size_have_other_rows_in_place(
         assert not {*batch["row"].tolist()} & {*gone}
         given += batch["row"][batch["real"]].tolist()
     assert sorted(given) == [row for row in range(ROWS) if row not in gone]
+    assert "rows of dataset 'rows' were forgotten: batches leave them out" in caplog.text
 
 
 @pytest.mark.parametrize("seed", range(8))

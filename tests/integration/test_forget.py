@@ -12,6 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from cache_client import CacheClient, Connection, DatasetSpec
+from cache_client.control.row_reads import open_version
+from cache_client.job.connection import access_to
+from cache_client.reading import local_shards
 from cache_protocol.errors import RequestError
 from cache_protocol.wire.attestations import verify
 from cache_server.local import LocalCluster
@@ -86,6 +89,21 @@ def test_forgotten_rows_are_in_no_file_and_in_no_answer(
         assert client.describe(name).num_rows == ROWS
 
 
+def test_a_file_that_was_erased_before_it_was_mapped_is_left_to_its_node(
+    cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local_shards, "_SAMPLED_PIECES", 0)  # samples may miss a row
+    client = CacheClient(cluster.endpoint)
+    client.write("large", pa.table({"user": np.arange(600_000)}))
+    here = local_shards.LocalShards(open_version(access_to(cluster.endpoint), "large"))
+    assert here.shards == {0}  # it has read the manifest, and mapped no file
+
+    client.forget("large", "user = 300000", reason="request 12")
+
+    with pytest.raises(local_shards.ShardFileLostError, match="after it was sealed"):
+        here.gather(np.array([1, 300_000]))
+
+
 def test_a_load_after_a_drop_leaves_forgotten_rows_out(
     cluster: LocalCluster, tmp_path: Path
 ) -> None:
@@ -125,15 +143,36 @@ def test_a_node_that_was_away_erases_before_it_serves(tmp_path: Path) -> None:
         wait_until(lambda: not files_with_canaries(tmp_path / "nodes"), 30, "the erasure")
 
 
-def test_another_replica_is_searched_where_a_node_does_not_answer(tmp_path: Path) -> None:
+def test_no_call_returns_while_a_node_that_counts_as_alive_may_have_the_rows(
+    tmp_path: Path,
+) -> None:
     with LocalCluster(2, tmp_path / "nodes", node_timeout_s=60.0) as cluster:
         client = CacheClient(cluster.endpoint)
         client.write("written", table(), replicas=2, target_shard_bytes=65_536)
         cluster.nodes[1].kill()
 
+        # Another replica is searched where a node does not answer.
         found = client.forget("written", f"user = {PERSON}", reason="x", dry_run=True)
-
         assert found.num_rows == ROWS // 400
+
+        for where, waits in {
+            f"user = {PERSON}": "erases rows of",
+            f"user IN ({PERSON})": "act 1 on dataset 'written' may have these rows",
+        }.items():
+
+            def gives_up(reason: str, waits: str = waits) -> None:
+                if waits in reason:
+                    raise InterruptedError(reason)
+
+            with pytest.raises(InterruptedError):
+                client.forget("written", where, reason="x", on_wait=gives_up, timeout_s=60)
+
+        cluster.nodes[1].start()
+        act = client.forget("written", f"user = {PERSON}", reason="x", timeout_s=60)
+        assert files_with_canaries(tmp_path / "nodes") == []
+        assert (act.number, act.num_rows) == (1, ROWS // 400) and act.attestation
+        assert client.forget("written", f"user IN ({PERSON})", reason="x").number == 0
+        assert len(client.forgotten("written")) == 1
 
 
 def test_conditions_and_signatures_that_are_wrong_are_named(cluster: LocalCluster) -> None:

@@ -8,5 +8,6 @@ from benchmarks.trials import epochs
 
 
 def test_each_row_comes_as_often_as_it_is_due_whatever_happens() -> None:
-    did = sum((epochs.run(seed) for seed in range(8)), Counter[str]())
-    assert min(did[each] for each in ("amended", "append", "erase", "view")) > 10, did
+    did = sum((epochs.run(seed) for seed in range(6)), Counter[str]())
+    wanted = ("amended", "append", "erase", "view", "states seen", "states of mixtures seen")
+    assert min(did[each] for each in wanted) > 5, did

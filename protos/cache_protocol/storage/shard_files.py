@@ -84,6 +84,7 @@ class SealedShard:
 
 MAPS_PER_SHARD = 2  # of a `MappedShard`
 _MAGIC_BYTES = 8  # at the beginning of an Arrow file, padded
+MARK = slice(6, 8)  # of a file, in its padding: changes when rows are erased in it
 _END_BYTES = 10  # of an Arrow file: the length of the footer, and the magic bytes
 
 
@@ -128,6 +129,7 @@ class MappedShard:
             self.file = MappedFile(file.fileno())
             self._stamp = _stamp(os.fstat(file.fileno()))
             self._bytes = file.read_buffer(self.file.size)
+            self._mark = self._bytes[MARK].to_pybytes()
             address: int = self._bytes.address
             self.address = address
             self._check_messages()
@@ -167,16 +169,18 @@ class MappedShard:
         return self._stamp[:2]
 
     def is_unchanged(self) -> bool:
-        """Whether the file has not been written to since it was mapped.
+        """Whether no row was erased, and nothing written, in the file since it was mapped.
 
-        A removed or replaced file is unchanged: its mapped pages stay. A mapped file that becomes
-        shorter ends the process that reads its lost pages (SIGBUS).
+        A removed or replaced file is unchanged: its mapped pages stay. Another version may have it,
+        too, and erase rows in it, which its mark says. A mapped file that becomes shorter ends the
+        process that reads its lost pages (SIGBUS).
         """
         try:
             now = _stamp(os.stat(self.path))
         except OSError:
-            return True
-        return now == self._stamp or now[:2] != self._stamp[:2]
+            now = self._stamp
+        is_same = now == self._stamp or now[:2] != self._stamp[:2]
+        return is_same and self._bytes[MARK].to_pybytes() == self._mark
 
     def equal_lists(self, index: int) -> Matrix | None:
         """The rows of plain column ``index`` as a matrix: see `layout.equal_lists`.

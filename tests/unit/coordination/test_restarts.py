@@ -6,8 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from cache_protocol.errors import DatasetNotFoundError, StaleVersionError, from_proto
+from cache_protocol.errors import (
+    DatasetNotFoundError,
+    NotReadyError,
+    StaleVersionError,
+    from_proto,
+)
 from cache_protocol.v1 import cache_pb2 as pb
+from cache_server.auth.principals import Principal, Role
 from cache_server.coordination.catalogue import Catalogue
 from cache_server.coordination.coordinator import Coordinator
 from cache_server.coordination.versions import orphans
@@ -88,6 +94,18 @@ def test_a_restarted_coordinator_knows_the_row_ids_at_once(
     assert desired.rows_fixed
     assert [s.row_start for s in desired.shards] == [s.rows.start for s in before.shards]
     assert again.get("table").fingerprint == before.fingerprint
+
+
+def test_an_act_waits_for_nodes_that_have_not_reported_since_a_restart(
+    coordinator: Coordinator, source: Path, tmp_path: Path, clock: Clock
+) -> None:
+    (one, _) = serving(coordinator, spec(source, replicas=2), "one", "two")
+    again = make_coordinator(tmp_path, clock)
+    one.restart(again).beat()
+    request = pb.ForgetRowsRequest(name="table", where=["label = 1"], reason="request 12")
+
+    with pytest.raises(NotReadyError, match="node two has not reported since the coordinator"):
+        again.forget(request, Principal("ann", roles=frozenset({Role.ADMIN})))
 
 
 def test_a_load_that_was_under_way_goes_on_after_a_restart(

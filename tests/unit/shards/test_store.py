@@ -151,6 +151,19 @@ def test_a_directory_with_erased_rows_has_a_format_that_older_releases_refuse(
     assert format_of(three_shards) == 2
 
 
+def test_a_mapped_file_that_was_removed_tells_that_rows_are_erased_under_another_name(
+    three_shards: Path,
+) -> None:
+    removed = three_shards / "removed"
+    removed.hardlink_to(shard_path(three_shards, 1))
+    with ShardStore(three_shards) as opened:
+        mapped = MappedShard(opened.shards(KEY)[1].sealed, removed)
+        removed.unlink()
+        assert mapped.is_unchanged()
+        opened.erase(KEY, 1, ROW_3)
+    assert not mapped.is_unchanged()
+
+
 def test_rows_are_not_erased_where_the_format_cannot_be_written(
     three_shards: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
