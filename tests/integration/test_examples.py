@@ -29,6 +29,8 @@ SCRIPTS = sysconfig.get_path("scripts")
 PATH = f"{SCRIPTS}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
 MPIRUN = shutil.which("mpirun", path=PATH)
 TIMEOUT_S = 110.0
+TRL_LOSSES = EXAMPLES.parent / "tests/trl_losses.py"
+TRL = ("torch.distributed.nn", "trl.trainer.sft_trainer", "trl.trainer.dpo_trainer")
 LIBRARIES = ("accelerate", "lightning", "transformers.trainer")  # of a script that names them
 # Importing Lightning, or the Trainer, takes seconds of a core, in each of two processes.
 LONG_S = 230.0
@@ -67,9 +69,9 @@ def python(script: str, *arguments: object) -> list[str]:
     return [forked_python.executable(), str(EXAMPLES / script), *map(str, arguments)]
 
 
-def torchrun(program: Sequence[str]) -> list[str]:
-    """Two ranks of what `python` or `starts` gives."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+def torchrun(program: Sequence[str], ranks: int = 2) -> list[str]:
+    """Ranks of what `python` or `starts` gives."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     return [forked_python.executable(), *launcher, *program[1:]]
 
 
@@ -97,14 +99,17 @@ def run(
     *commands: Sequence[str],
     rank_variable: str | None = None,
     timeout_s: float = TIMEOUT_S,
+    imports: Sequence[str] = (),
 ) -> str:
     """The output of commands that run at the same time; all of them must succeed.
 
     Args:
         rank_variable: environment variable that says which of the commands one is.
+        imports: modules that all processes need, beside those that the commands name.
     """
     started: list[subprocess.Popen[str]] = []
-    imports = ["torch._dynamo", *(name for name in LIBRARIES if name in str(commands))]
+    named = (name for name in LIBRARIES if name in str(commands))
+    imports = ["torch._dynamo", *named, *imports]
     try:
         for rank, command in enumerate(commands):
             ranks = {rank_variable: str(rank)} if rank_variable else {}
@@ -143,6 +148,7 @@ def environment(nodes: LocalCluster) -> dict[str, str]:
         "CUDA_VISIBLE_DEVICES": "",
         "JAX_PLATFORMS": "cpu",
         "DS_ACCELERATOR": "cpu",
+        "HF_HUB_OFFLINE": "1",
         # mpi4py takes its leave when the interpreter ends.
         "FORKED_PYTHON_FINALIZES": "1",
         # Open MPI asks root whether it means it.
@@ -242,6 +248,46 @@ def test_lightning_goes_on_where_it_was_stopped_in_and_after_an_epoch(
     assert_every_row_once(output, epochs=1)
     assert re.findall(r"epoch (\d+):", again + output) == ["0", "2"]
     assert losses(output)[-1] < losses(stopped)[0]
+
+
+@pytest.fixture(scope="module")
+def chats(nodes: LocalCluster, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Loads what the recipes of fine-tuning read."""
+    names = runpy.run_path(str(EXAMPLES / "chats.py"))
+    names["load"](nodes.endpoint, tmp_path_factory.mktemp("chats"))
+
+
+@long
+@needs("trl")
+@pytest.mark.frameworks
+@pytest.mark.usefixtures("chats")
+@pytest.mark.parametrize("script", ["chat_sft.py", "dpo.py", "train_fsdp.py"])
+def test_a_recipe_of_fine_tuning_continues_in_an_epoch_with_another_number_of_ranks(
+    nodes: LocalCluster, tmp_path: Path, script: str
+) -> None:
+    program = python(script, "--output-dir", tmp_path / "output")
+    stops = torchrun([*program, "--stop-after-steps", "4"])
+    assert "seen" not in run(nodes, stops, imports=TRL, timeout_s=LONG_S)
+    output = run(nodes, torchrun(program, ranks=1), imports=TRL, timeout_s=LONG_S)
+    assert output.endswith("120 of 120 seen exactly once in each of 2 epochs\n")
+    ((first, last),) = re.findall(r"loss ([0-9.]+) at the first step, ([0-9.]+) at", output)
+    assert float(last) < float(first)
+
+
+@long
+@needs("trl")
+@pytest.mark.frameworks
+@pytest.mark.usefixtures("chats")
+def test_losses_of_trl_are_those_over_datasets_in_memory(
+    nodes: LocalCluster, tmp_path: Path
+) -> None:
+    program = [forked_python.executable(), str(TRL_LOSSES), nodes.endpoint, str(tmp_path)]
+    output = run(nodes, program, imports=TRL, timeout_s=LONG_S)
+    (found,) = re.findall(r"^FOUND (.*)", output, re.MULTILINE)
+    for recipe in json.loads(found).values():
+        assert len(recipe["memory"]) == 15
+        assert recipe["memory"][-1] < recipe["memory"][0]
+        assert recipe["cache"] == recipe["memory"]
 
 
 @needs("jax")
