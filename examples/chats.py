@@ -128,6 +128,7 @@ def make_tokenizer() -> Tokenizer:
 def note(output_dir: str, start: int, rank: int, seen: list[object]) -> None:
     """Keeps what a rank has trained on since a step, for `count`."""
     path = Path(output_dir, f"seen-{start}-{rank}.json")
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(seen), encoding="utf-8")
 
 
