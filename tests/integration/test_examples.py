@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import os
 import re
@@ -13,10 +14,15 @@ import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
+import torch
 import yaml
+from torchdata.stateful_dataloader import StatefulDataLoader
+from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 from cache_client import CacheClient, DatasetSpec
 from cache_server import LocalCluster
@@ -288,6 +294,71 @@ def test_losses_of_trl_are_those_over_datasets_in_memory(
         assert len(recipe["memory"]) == 15
         assert recipe["memory"][-1] < recipe["memory"][0]
         assert recipe["cache"] == recipe["memory"]
+
+
+def blocks(section: str) -> dict[str, Any]:
+    """The names that the Python blocks of a section of docs/fine-tuning.md define."""
+    page = (EXAMPLES.parent / "docs/fine-tuning.md").read_text(encoding="utf-8")
+    (text,) = re.findall(rf"^## {section}\n(.*?)(?=^## |\Z)", page, re.DOTALL | re.MULTILINE)
+    names: dict[str, Any] = {}
+    for block in re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
+        exec(compile(block, "fine-tuning.md", "exec"), names)
+    return names
+
+
+def chats_in(tokens: torch.Tensor, positions: torch.Tensor) -> list[list[int]]:
+    """The chats of a sequence; not what is padding."""
+    starts = torch.nonzero(positions == 0)[1:, 0].tolist()
+    return [each.tolist() for each in torch.tensor_split(tokens, starts) if each.any()]
+
+
+@pytest.mark.frameworks
+@pytest.mark.usefixtures("chats")
+def test_the_adapters_of_torchtune_give_each_chat_once_also_after_a_resume_with_other_ranks(
+    nodes: LocalCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Called as torchtune 0.6.1 calls them; the page says how its own recipe was run."""
+    monkeypatch.setenv("CACHE_ENDPOINT", nodes.endpoint)
+    page = blocks("torchtune")
+    rows = page["cached_chats"](None, name="chats")
+    mapped = []
+    for rank in range(2):
+        sampler = StatefulDistributedSampler(rows, num_replicas=2, rank=rank, shuffle=True)
+        sampler.set_epoch(1)
+        loader = StatefulDataLoader(rows, batch_size=4, sampler=sampler, collate_fn=list)
+        mapped += [sample for batch in loader for sample in batch]
+    assert len({str(each["tokens"]) for each in mapped}) == len(mapped) == 120
+    assert all(len(each["labels"]) == len(each["tokens"]) for each in mapped)
+    assert {-100} < {label for each in mapped for label in each["labels"]}
+
+    def loader_of(rank: int, ranks: int, state: Any = None) -> Any:
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("WORLD_SIZE", str(ranks))
+        recipe = SimpleNamespace(_tokenizer=SimpleNamespace(max_seq_len=128, pad_id=0))
+        loader = page["_setup_data"](
+            recipe,
+            cfg_dataset=SimpleNamespace(name="chats"),
+            shuffle=True,
+            batch_size=4 // ranks,
+            collate_fn="torchtune.data.padded_collate_sft",
+            dataloader_state_dict=state,
+        )
+        loader.sampler.set_epoch(1)
+        return loader
+
+    batches, loaders = [], [loader_of(rank, 2) for rank in range(2)]
+    for loader in loaders:
+        batches += list(itertools.islice(loader, 3))
+    batches += list(loader_of(0, 1, loaders[0].state_dict()))
+    seen = [
+        str(chat)
+        for batch in batches
+        for sequence in zip(batch["tokens"], batch["input_pos"], strict=True)
+        for chat in chats_in(*sequence)
+    ]
+    assert len(loaders[0]) == 8 and len(batches) == 2 * 3 + 5
+    assert len(set(seen)) == len(seen) > 100  # without the last step, which is short
+    assert all(batch["mask"].shape == (*batch["tokens"].shape, 128) for batch in batches)
 
 
 @needs("jax")
