@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from cache_client.training.loader import CacheLoader
     from cache_client.training.mixture import CacheMixture
     from cache_client.training.random_access import CacheDataset
+    from cache_client.training.transformers_trainer import TrainsFromCache
     from cache_client.view_options.lookups import Frequent, Join, Vocabulary
     from cache_client.view_options.options import View
 
@@ -75,6 +76,7 @@ _AT_FIRST_USE = {
     "View": "view_options.options",
     "lightning_progress": "job.progress_callbacks",
     "report_progress": "job.progress",
+    "TrainsFromCache": "training.transformers_trainer",
     "transformers_progress": "job.progress_callbacks",
     "Vocabulary": "view_options.lookups",
 }
@@ -118,6 +120,7 @@ __all__ = [
     "ShareInfo",
     "StaleVersionError",
     "TableForecast",
+    "TrainsFromCache",
     "TransientLoadError",
     "UnauthenticatedError",
     "View",

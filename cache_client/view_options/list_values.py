@@ -38,6 +38,9 @@ def joined_lists(rows: Rows, column: str) -> tuple[npt.NDArray[Any], Int64Array]
     if index in rows.matrices:
         return _joined_matrix(rows, column, rows.matrices[index])
     array = rows.arrays[index]
+    hidden = NullRules(rows.layout).nulls_of(column, rows)
+    if hidden is not None:  # what lies in a null struct
+        array = pc.if_else(pa.array(hidden), pa.scalar(None, array.type), array)
     if array.null_count:
         array = pc.fill_null(array, pa.scalar([], array.type))
     offsets = array.offsets.to_numpy().astype(np.int64)

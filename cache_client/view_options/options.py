@@ -257,7 +257,7 @@ class View:
         formats=("torch", "numpy"),
     )
     """A column of lists of integers, the tokens of a document; a batch has ``[B, L]`` of them,
-    int64, and no other column."""
+    int64, and no other column. ``chat.tokens`` is one field of a struct."""
 
     sequence_length: int | None = _option(_integer(1, _MAX_LENGTH), needs=("pack",))
     """Tokens L of a packed sequence."""
@@ -284,8 +284,8 @@ class View:
     pack_outputs: Sequence[PackOutput] = _option(
         _outputs, default=("position_ids", "labels"), needs=("pack",)
     )
-    """What a batch has beside the tokens: some of ``position_ids``, ``labels``, ``document_ids``
-    and ``cu_seqlens``, with ``max_seqlen``."""
+    """What a batch has beside the tokens: some of ``position_ids``, ``labels``, ``document_ids``,
+    ``seq_idx`` and ``cu_seqlens``, with ``max_seqlen``."""
 
     label_mask: str | None = _option(
         _text("the name of a column"), needs=("pack",), excludes={"label_column": _GIVE_ONE}

@@ -48,6 +48,13 @@ class Segments(NamedTuple):
         found[:1] = 0
         return np.cumsum(found, out=found)
 
+    def seq_idx(self, start: int, stop: int) -> npt.NDArray[np.int32]:
+        """The document of each of the places ``[start, stop)`` of one step, -1 for padding."""
+        first, last = np.searchsorted(self.starts, (start, stop)).tolist()
+        has_tokens = self.numbers[first:last] >= 0
+        numbers = np.where(has_tokens, has_tokens.cumsum() - 1, -1).astype(np.int32)
+        return numbers.repeat(self.lengths[first:last])
+
     def of_step(self, start: int, stop: int) -> dict[str, Any]:
         """``cu_seqlens`` and ``max_seqlen`` of the places ``[start, stop)`` of one step."""
         first, last = np.searchsorted(self.starts, (start, stop)).tolist()
@@ -182,8 +189,11 @@ class PackedAssembler:
         for size in sizes:
             start, stop = stop, stop + size
             batch: dict[str, Any] = {name: each[start:stop] for name, each in made.items()}
+            places = start * taken.shape[1], stop * taken.shape[1]
+            if segments is not None and "seq_idx" in self.outputs:
+                batch["seq_idx"] = segments.seq_idx(*places).reshape(size, -1)
             if segments is not None and "cu_seqlens" in self.outputs:
-                batch |= segments.of_step(start * taken.shape[1], stop * taken.shape[1])
+                batch |= segments.of_step(*places)
             if self.batch_format == "torch":
                 for name, value in batch.items():
                     if isinstance(value, np.ndarray):

@@ -5,7 +5,7 @@ These are packed tokens, groups and windows, length buckets, and padded lists.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -24,9 +24,17 @@ from cache_client.views.groups import GroupsView, group_table, joint_key, window
 from cache_client.views.length_buckets import LengthBucketsView
 from cache_client.views.packing import LongDocuments, PackingView
 from cache_client.views.shared_array import SharedArray
-from cache_client.views.view import Shuffle, SlotView, as_sql, codes_of, of_slots, quoted
+from cache_client.views.view import (
+    Shuffle,
+    SlotView,
+    as_sql,
+    codes_of,
+    of_slots,
+    quoted,
+    quoted_path,
+)
 from cache_protocol.errors import ConfigError, some_of
-from cache_protocol.storage.flat_columns import numpy_dtype
+from cache_protocol.storage.flat_columns import field_path, numpy_dtype
 from cache_protocol.storage.layout import Layout
 from cache_protocol.storage.nested_values import plain_type
 
@@ -84,7 +92,7 @@ def make_sequences(
     if options.pad_lists is not None:
         padding = dict(options.pad_lists)
         for column, value in padding.items():
-            _check_lists(layout, "pad_lists", column, floats=True)
+            _check_lists(_types(layout), "pad_lists", column, floats=True)
             _check_padding(layout, column, value)
         made = replace(
             made,
@@ -110,10 +118,12 @@ def _packing(
     column, length = options.pack, options.sequence_length
     assert column is not None and length is not None  # which the options say
     beside = {"label_mask": options.label_mask, "label_column": options.label_column}
+    columns = {name: each.dtype for name, each in layout.flat.items()}
     for name, each in {"pack": column, **beside}.items():
         if each is not None:
-            _check_lists(layout, name, each)
-    lengths = _lengths(f"pack={column!r}", values(f"array_length({quoted(column)})"))
+            _check_lists({**_types(layout), **columns}, name, each)
+    sql = quoted_path(field_path(layout.logical, column))
+    lengths = _lengths(f"pack={column!r}", values(f"array_length({sql})"))
     make = BestFitView if options.best_fit else PackingView
     view = make(
         inner,
@@ -191,12 +201,16 @@ def _lengths(option: str, found: pa.ChunkedArray) -> SharedArray:
     return SharedArray(filled.to_numpy())
 
 
-def _check_lists(layout: Layout, option: str, column: str, *, floats: bool = False) -> None:
-    if column not in layout.logical.names:
-        raise ConfigError(
-            f"{option}: no column {column!r}; columns: {some_of(layout.logical.names, like=column)}"
-        )
-    kind = plain_type(layout.logical.field(column).type)
+def _types(layout: Layout) -> dict[str, pa.DataType]:
+    return dict(zip(layout.logical.names, layout.logical.types, strict=True))
+
+
+def _check_lists(
+    types: Mapping[str, pa.DataType], option: str, column: str, *, floats: bool = False
+) -> None:
+    if column not in types:
+        raise ConfigError(f"{option}: no column {column!r}; columns: {some_of(types, like=column)}")
+    kind = plain_type(types[column])
     inner = kind.value_type if pa.types.is_list(kind) or pa.types.is_large_list(kind) else None
     if inner is None and pa.types.is_fixed_size_list(kind) and not floats:
         inner = kind.value_type
@@ -204,7 +218,8 @@ def _check_lists(layout: Layout, option: str, column: str, *, floats: bool = Fal
     fits = fits or (floats and inner is not None and pa.types.is_floating(inner))
     if not fits or inner == pa.uint64():
         wanted = "numbers" if floats else "integers"
-        raise ConfigError(f"{option}: column {column!r} is {kind}, not a list of {wanted}")
+        field = f": name a field of it, as {column}.FIELD" if pa.types.is_struct(kind) else ""
+        raise ConfigError(f"{option}: column {column!r} is {kind}, not a list of {wanted}{field}")
 
 
 def _check_padding(layout: Layout, column: str, value: float) -> None:

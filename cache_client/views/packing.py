@@ -21,7 +21,7 @@ import numpy as np
 from cache_client.order.permutation import Int64Array
 from cache_client.views.view import Epochs, Numbers, Samples, Shuffle, SlotView, joined_ranges
 
-PackOutput = Literal["position_ids", "document_ids", "cu_seqlens", "labels"]
+PackOutput = Literal["position_ids", "document_ids", "seq_idx", "cu_seqlens", "labels"]
 PACK_OUTPUTS: Final[tuple[PackOutput, ...]] = get_args(PackOutput)
 LongDocuments = Literal["split", "drop", "truncate"]
 LONG_DOCUMENTS: Final[tuple[LongDocuments, ...]] = get_args(LongDocuments)

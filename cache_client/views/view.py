@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any, Final, Literal, Protocol
@@ -273,6 +273,12 @@ _COLUMN: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 def quoted(column: str) -> str:
     """SQL of a column, which may have any name."""
     return '"' + column.replace('"', '""') + '"'
+
+
+def quoted_path(names: Sequence[str]) -> str:
+    """SQL of a column, or of a field of structs: of the names from the column to the field."""
+    column, *below = names
+    return quoted(column) + "".join("['" + name.replace("'", "''") + "']" for name in below)
 
 
 def as_sql(text: str, columns: Collection[str]) -> str:

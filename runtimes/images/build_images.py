@@ -52,7 +52,7 @@ class Image:
 
 IMAGES = {
     "server": Image("server", max_bytes=600_000_000),
-    "server-full": Image("server", ("EXTRAS=sources,kubernetes",)),
+    "server-full": Image("server", ("EXTRAS=sources,kubernetes,llm",)),
     "trainer": Image("trainer"),
     "trainer-jax": Image("trainer", ("PACKAGES=jax[cuda12]==0.10.2",)),
     "trainer-mlx": Image("trainer", ("PACKAGES=mlx[cpu]==0.32.4",), "mpi"),

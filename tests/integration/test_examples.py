@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import os
 import re
@@ -13,10 +14,15 @@ import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
+import torch
 import yaml
+from torchdata.stateful_dataloader import StatefulDataLoader
+from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 from cache_client import CacheClient, DatasetSpec
 from cache_server import LocalCluster
@@ -29,6 +35,8 @@ SCRIPTS = sysconfig.get_path("scripts")
 PATH = f"{SCRIPTS}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
 MPIRUN = shutil.which("mpirun", path=PATH)
 TIMEOUT_S = 110.0
+TRL_LOSSES = EXAMPLES.parent / "tests/trl_losses.py"
+TRL = ("torch.distributed.nn", "trl.trainer.sft_trainer", "trl.trainer.dpo_trainer")
 LIBRARIES = ("accelerate", "lightning", "transformers.trainer")  # of a script that names them
 # Importing Lightning, or the Trainer, takes seconds of a core, in each of two processes.
 LONG_S = 230.0
@@ -67,9 +75,9 @@ def python(script: str, *arguments: object) -> list[str]:
     return [forked_python.executable(), str(EXAMPLES / script), *map(str, arguments)]
 
 
-def torchrun(program: Sequence[str]) -> list[str]:
-    """Two ranks of what `python` or `starts` gives."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+def torchrun(program: Sequence[str], ranks: int = 2) -> list[str]:
+    """Ranks of what `python` or `starts` gives."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     return [forked_python.executable(), *launcher, *program[1:]]
 
 
@@ -97,14 +105,17 @@ def run(
     *commands: Sequence[str],
     rank_variable: str | None = None,
     timeout_s: float = TIMEOUT_S,
+    imports: Sequence[str] = (),
 ) -> str:
     """The output of commands that run at the same time; all of them must succeed.
 
     Args:
         rank_variable: environment variable that says which of the commands one is.
+        imports: modules that all processes need, beside those that the commands name.
     """
     started: list[subprocess.Popen[str]] = []
-    imports = ["torch._dynamo", *(name for name in LIBRARIES if name in str(commands))]
+    named = (name for name in LIBRARIES if name in str(commands))
+    imports = ["torch._dynamo", *named, *imports]
     try:
         for rank, command in enumerate(commands):
             ranks = {rank_variable: str(rank)} if rank_variable else {}
@@ -143,6 +154,7 @@ def environment(nodes: LocalCluster) -> dict[str, str]:
         "CUDA_VISIBLE_DEVICES": "",
         "JAX_PLATFORMS": "cpu",
         "DS_ACCELERATOR": "cpu",
+        "HF_HUB_OFFLINE": "1",
         # mpi4py takes its leave when the interpreter ends.
         "FORKED_PYTHON_FINALIZES": "1",
         # Open MPI asks root whether it means it.
@@ -242,6 +254,111 @@ def test_lightning_goes_on_where_it_was_stopped_in_and_after_an_epoch(
     assert_every_row_once(output, epochs=1)
     assert re.findall(r"epoch (\d+):", again + output) == ["0", "2"]
     assert losses(output)[-1] < losses(stopped)[0]
+
+
+@pytest.fixture(scope="module")
+def chats(nodes: LocalCluster, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Loads what the recipes of fine-tuning read."""
+    names = runpy.run_path(str(EXAMPLES / "chats.py"))
+    names["load"](nodes.endpoint, tmp_path_factory.mktemp("chats"))
+
+
+@long
+@needs("trl")
+@pytest.mark.frameworks
+@pytest.mark.usefixtures("chats")
+@pytest.mark.parametrize("script", ["chat_sft.py", "dpo.py", "train_fsdp.py"])
+def test_a_recipe_of_fine_tuning_continues_in_an_epoch_with_another_number_of_ranks(
+    nodes: LocalCluster, tmp_path: Path, script: str
+) -> None:
+    program = python(script, "--output-dir", tmp_path / "output")
+    stops = torchrun([*program, "--stop-after-steps", "4"])
+    assert "seen" not in run(nodes, stops, imports=TRL, timeout_s=LONG_S)
+    output = run(nodes, torchrun(program, ranks=1), imports=TRL, timeout_s=LONG_S)
+    assert output.endswith("120 of 120 seen exactly once in each of 2 epochs\n")
+    ((first, last),) = re.findall(r"loss ([0-9.]+) at the first step, ([0-9.]+) at", output)
+    assert float(last) < float(first)
+
+
+@long
+@needs("trl")
+@pytest.mark.frameworks
+@pytest.mark.usefixtures("chats")
+def test_losses_of_trl_are_those_over_datasets_in_memory(
+    nodes: LocalCluster, tmp_path: Path
+) -> None:
+    program = [forked_python.executable(), str(TRL_LOSSES), nodes.endpoint, str(tmp_path)]
+    output = run(nodes, program, imports=TRL, timeout_s=LONG_S)
+    (found,) = re.findall(r"^FOUND (.*)", output, re.MULTILINE)
+    for recipe in json.loads(found).values():
+        assert len(recipe["memory"]) == 15
+        assert recipe["memory"][-1] < recipe["memory"][0]
+        assert recipe["cache"] == recipe["memory"]
+
+
+def blocks(section: str) -> dict[str, Any]:
+    """The names that the Python blocks of a section of docs/fine-tuning.md define."""
+    page = (EXAMPLES.parent / "docs/fine-tuning.md").read_text(encoding="utf-8")
+    (text,) = re.findall(rf"^## {section}\n(.*?)(?=^## |\Z)", page, re.DOTALL | re.MULTILINE)
+    names: dict[str, Any] = {}
+    for block in re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
+        exec(compile(block, "fine-tuning.md", "exec"), names)
+    return names
+
+
+def chats_in(tokens: torch.Tensor, positions: torch.Tensor) -> list[list[int]]:
+    """The chats of a sequence; not what is padding."""
+    starts = torch.nonzero(positions == 0)[1:, 0].tolist()
+    return [each.tolist() for each in torch.tensor_split(tokens, starts) if each.any()]
+
+
+@pytest.mark.frameworks
+@pytest.mark.usefixtures("chats")
+def test_the_adapters_of_torchtune_give_each_chat_once_also_after_a_resume_with_other_ranks(
+    nodes: LocalCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Called as torchtune 0.6.1 calls them; the page says how its own recipe was run."""
+    monkeypatch.setenv("CACHE_ENDPOINT", nodes.endpoint)
+    page = blocks("torchtune")
+    rows = page["cached_chats"](None, name="chats")
+    mapped = []
+    for rank in range(2):
+        sampler = StatefulDistributedSampler(rows, num_replicas=2, rank=rank, shuffle=True)
+        sampler.set_epoch(1)
+        loader = StatefulDataLoader(rows, batch_size=4, sampler=sampler, collate_fn=list)
+        mapped += [sample for batch in loader for sample in batch]
+    assert len({str(each["tokens"]) for each in mapped}) == len(mapped) == 120
+    assert all(len(each["labels"]) == len(each["tokens"]) for each in mapped)
+    assert {-100} < {label for each in mapped for label in each["labels"]}
+
+    def loader_of(rank: int, ranks: int, state: Any = None) -> Any:
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("WORLD_SIZE", str(ranks))
+        recipe = SimpleNamespace(_tokenizer=SimpleNamespace(max_seq_len=128, pad_id=0))
+        loader = page["_setup_data"](
+            recipe,
+            cfg_dataset=SimpleNamespace(name="chats"),
+            shuffle=True,
+            batch_size=4 // ranks,
+            collate_fn="torchtune.data.padded_collate_sft",
+            dataloader_state_dict=state,
+        )
+        loader.sampler.set_epoch(1)
+        return loader
+
+    batches, loaders = [], [loader_of(rank, 2) for rank in range(2)]
+    for loader in loaders:
+        batches += list(itertools.islice(loader, 3))
+    batches += list(loader_of(0, 1, loaders[0].state_dict()))
+    seen = [
+        str(chat)
+        for batch in batches
+        for sequence in zip(batch["tokens"], batch["input_pos"], strict=True)
+        for chat in chats_in(*sequence)
+    ]
+    assert len(loaders[0]) == 8 and len(batches) == 2 * 3 + 5
+    assert len(set(seen)) == len(seen) > 100  # without the last step, which is short
+    assert all(batch["mask"].shape == (*batch["tokens"].shape, 128) for batch in batches)
 
 
 @needs("jax")

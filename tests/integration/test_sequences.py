@@ -40,6 +40,15 @@ def name(cluster: LocalCluster, tmp_path_factory: pytest.TempPathFactory) -> Ite
             "tokens": pa.array(TOKENS, pa.list_(pa.int32())),
             "mask": pa.array([[token % 2 for token in each] for each in TOKENS]),
             "flags": pa.array([[token % 2 > 0 for token in each] for each in TOKENS]),
+            "chat": [
+                None if row % 9 == 0 else {"it's": each, "more": {"mask": [t % 2 for t in each]}}
+                for row, each in enumerate(TOKENS)
+            ],
+            "some": [None if row % 9 == 0 else each for row, each in enumerate(TOKENS)],
+            "some_mask": [
+                None if row % 9 == 0 else [token % 2 for token in each]
+                for row, each in enumerate(TOKENS)
+            ],
             "user": USERS,
             "maybe": [None if row % 5 == 0 else user for row, user in enumerate(USERS)],
             "t": TIMES,
@@ -92,6 +101,21 @@ def test_packed_batches_are_the_shuffled_stream_cut(
     assert tokens.reshape(-1).tolist()[: len(expected)] == expected
     assert len(tokens) == -(-len(expected) // LENGTH)
     assert list(batches[0]) == ["tokens", "position_ids", "labels"]
+
+
+def test_fields_of_structs_are_packed_with_their_mask(cluster: LocalCluster, name: str) -> None:
+    options = {**PACKED, "batch_size": 5, "pack_outputs": ["labels", "seq_idx"]}
+    fields = {"pack": "chat.it's", "label_mask": "chat.more.mask"}
+    columns = {"pack": "some", "label_mask": "some_mask"}
+    of_fields = list(dataset(cluster, name, **{**options, **fields}))
+    of_columns = list(dataset(cluster, name, **{**options, **columns}))
+    assert len(of_fields) == len(of_columns) > 1
+    for batch, expected in zip(of_fields, of_columns, strict=True):
+        assert list(batch) == ["chat.it's", "labels", "seq_idx"]
+        for ours, theirs in zip(batch.values(), expected.values(), strict=True):
+            assert torch.equal(ours, theirs)
+    with pytest.raises(ConfigError, match=r"pack: column 'chat' is struct<.*: name a field of it"):
+        dataset(cluster, name, **{**options, "pack": "chat"})
 
 
 def test_another_world_size_continues_a_packed_epoch(cluster: LocalCluster, name: str) -> None:

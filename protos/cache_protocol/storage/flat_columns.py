@@ -209,6 +209,14 @@ def _found(logical: pa.Schema, name: str) -> tuple[str | None, str | None]:
     return None, None
 
 
+def field_path(logical: pa.Schema, name: str) -> list[str]:
+    """The column of a name, and the fields below it, as in ``["address", "zip"]``."""
+    top, inner = _found(logical, name)
+    if top is None or inner is None:
+        return [name]
+    return [top, *field_path(pa.schema(list(logical.field(top).type)), inner)]
+
+
 def _pruned_field(column: pa.Field, inner: list[str] | None) -> pa.Field:
     if inner is None:
         return column

@@ -8,7 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from cache_client.reading import rows as reading_rows
-from cache_client.view_options import packed_batches
+from cache_client.view_options import list_values, packed_batches
 from cache_client.views import best_fit, packing, shared_array
 from cache_client.views import view as views_view
 from cache_protocol.errors import RequestError
@@ -50,7 +50,8 @@ def by_policy(documents, *, length, long, ends):
 
 def reference(documents, masks, sequences, slots, *, length, pad):
     """The batch by loops."""
-    batch = {name: [] for name in ("tokens", "position_ids", "document_ids", "labels")}
+    names = ("tokens", "position_ids", "document_ids", "seq_idx", "labels")
+    batch, num_documents = {name: [] for name in names}, 0
     cu_seqlens = []
     for number, slot in enumerate(slots):
         tokens, positions, numbers, labels, last = [], [], [], [], None
@@ -69,6 +70,8 @@ def reference(documents, masks, sequences, slots, *, length, pad):
         batch["tokens"].append(tokens + [pad] * missing)
         batch["position_ids"].append(positions + list(range(missing)))
         batch["document_ids"].append(numbers + [-1] * missing)
+        batch["seq_idx"].append([num_documents + each for each in numbers] + [-1] * missing)
+        num_documents += len({*numbers})
         batch["labels"].append(labels + [-100] * missing)
     return batch, [*cu_seqlens, len(slots) * length]
 
@@ -135,7 +138,7 @@ def test_a_batch_is_that_of_loops(lengths, length, cut, long, fits_best, end, la
     assert batch["cu_seqlens"].tolist() == cu_seqlens
     assert batch["max_seqlen"] == max(np.diff(cu_seqlens))
     assert batch["tokens"].dtype == batch["labels"].dtype == torch.int64
-    assert batch["cu_seqlens"].dtype == torch.int32
+    assert batch["cu_seqlens"].dtype == batch["seq_idx"].dtype == torch.int32
 
 
 def of_best_fit(view, documents):
@@ -191,6 +194,17 @@ def test_labels_of_another_length_are_refused():
             ("mask", [[1, 0, 1], None, [1]], None),
             label_mask="mask",
         )
+
+
+def test_what_lies_in_a_null_struct_is_no_document():
+    masked = pa.array([False, True, False])
+    tokens = pa.array([[1, 2, 3], [9, 9], [4, 5]], pa.list_(pa.int32()))
+    chats = pa.StructArray.from_arrays([tokens], ["tokens"], mask=masked)
+    layout = Layout(pa.schema([("chat", chats.type)]), ["chat"])
+    bits = np.array([[0], [1], [0]], np.uint8)
+    rows = reading_rows.Rows(layout, {layout.null_index: bits}, {0: tokens}, 3)
+    values, offsets = list_values.joined_lists(rows, "chat.tokens")
+    assert (values.tolist(), offsets.tolist()) == ([1, 2, 3, 4, 5], [0, 3, 3, 5])
 
 
 def test_a_null_token_is_refused():

@@ -118,7 +118,9 @@ def made(options, table, *, batch_format="torch", values=None, inner=None, stack
     ("options", "lengths", "problem"),
     [
         ({"pack": "n", "sequence_length": 4}, [1], "pack: column 'n' is int64, not a list of in"),
-        ({"pack": "x", "sequence_length": 4}, [1], "pack: no column 'x'; columns: n, t"),
+        ({"pack": "x", "sequence_length": 4}, [1], "pack: no column 'x'; columns: n, s, t, s.t"),
+        ({"pack": "s", "sequence_length": 4}, [1], "pack: column 's' is struct<t: list<item: int"),
+        ({"pad_lists": {"s.t": 0}}, [1], "pad_lists: no column 's.t'; columns: n, s, t"),
         ({"length_buckets": "n"}, [-3], "length_buckets='n' must give lengths, got -3"),
         ({"length_buckets": "n"}, [0.5], "length_buckets='n' must give integers, got double"),
         ({"group_by": "n"}, [[1]], "group_by='n' must give single values, got list<"),
@@ -129,7 +131,8 @@ def made(options, table, *, batch_format="torch", values=None, inner=None, stack
     ],
 )
 def test_columns_that_do_not_fit_are_refused(options, lengths, problem):
-    table = pa.record_batch({"n": pa.array([1]), "t": pa.array([[1]], LISTS)})
+    struct = pa.array([{"t": [1]}], pa.struct([("t", LISTS)]))
+    table = pa.record_batch({"n": pa.array([1]), "s": struct, "t": pa.array([[1]], LISTS)})
     with pytest.raises(ConfigError) as error:
         made(options, table, values={'"n"': pa.array(lengths), '"t"': table["t"]})
     assert problem in str(error.value)
