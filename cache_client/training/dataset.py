@@ -5,7 +5,6 @@ Checks the arguments, and reads one version; `cache_client.training.base` does t
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -42,7 +41,7 @@ from cache_client.training.job_config import (
     moved_arguments,
 )
 from cache_client.training.opened import Opened, open_version
-from cache_client.training.past import PastEpochs
+from cache_client.training.set_weights import WeightedEpochs, number_of
 from cache_client.training.skipped_steps import slots_consumed
 from cache_client.view_options.lookups import Vocabulary
 from cache_client.view_options.options import View
@@ -55,7 +54,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-class CacheIterableDataset(PastEpochs):
+class CacheIterableDataset(WeightedEpochs):
     """Ready batches of one rank; iterate ``dataset.loader(num_workers=n)``, or the dataset.
 
     The batches, joined over (step, rank), are exactly the order of the epoch, for any number of
@@ -90,6 +89,8 @@ class CacheIterableDataset(PastEpochs):
         drop_last: leave out a short last step.
         pad_mask: repeat rows so that every batch of every rank has ``batch_size`` rows, and add a
             boolean column of this name, False for the repeated ones.
+        row_ids: add an int64 column of this name, the number of each row in the version, as
+            `set_weights`, `steps_of` and `View(subset=...)` take it.
         rank, world_size: default: `torch.distributed`, JAX, ``RANK``/``WORLD_SIZE`` or the
             variables of another launcher, else 0 of 1. A pass raises ConfigError where
             `torch.distributed` or JAX was initialised since and says otherwise.
@@ -154,6 +155,7 @@ class CacheIterableDataset(PastEpochs):
         seed: int = 0,
         drop_last: bool = False,
         pad_mask: str | None = None,
+        row_ids: str | None = None,
         rank: int | None = None,
         world_size: int | None = None,
         data_parallel: DeviceMesh | ProcessGroup | None = None,
@@ -183,6 +185,7 @@ class CacheIterableDataset(PastEpochs):
             seed=seed,
             drop_last=drop_last,
             pad_mask=pad_mask,
+            row_ids=row_ids,
             rank=rank,
             world_size=world_size,
             data_parallel=data_parallel,
@@ -256,6 +259,11 @@ class CacheIterableDataset(PastEpochs):
         if not isinstance(wanted, View):
             raise ConfigError(f"view must be a View, got {view!r}")
         check_amendable(self.view)
+        if self._opened.set_until:
+            raise ConfigError(
+                "an epoch whose weights training set cannot be amended: its weights are of the row "
+                "ids of one version. Change the weights of the next epoch, or begin another job"
+            )
         text = check_amendable(wanted)
         if self._loading is not None:
             raise ConfigError(
@@ -333,7 +341,8 @@ class CacheIterableDataset(PastEpochs):
     @property
     def _loses_rows(self) -> bool:
         """Whether rows were erased since this was opened, and an amendment can leave them out."""
-        if self._loading is not None or self._replayed or not len(self._opened.left_out.rows):
+        is_fixed = self._loading is not None or self._replayed or self._opened.set_until
+        if is_fixed or not len(self._opened.left_out.rows):
             return False
         try:
             check_amendable(self.view)
@@ -400,6 +409,7 @@ class CacheIterableDataset(PastEpochs):
                     self._open_version(epoch=epoch)
                 elif self.world_size == 1 and self._loses_rows:
                     self._open_version(fingerprint=self._opened.shards.fingerprint)
+                self._know_weights(epoch)
                 self._note_epoch(epoch, before)
             super().set_epoch(epoch)
         self._tell_version()
@@ -479,12 +489,13 @@ class CacheIterableDataset(PastEpochs):
             raise
 
     def _tell_version(self) -> None:
-        if self._changes_version and get_worker_info() is None:
+        is_told = self._changes_version or self._opened.set_until or self._shared_counts.version
+        if is_told and get_worker_info() is None:
             self._shared_counts.version = self._version_number
 
     @property
     def _version_number(self) -> int:
-        return int(hashlib.sha256(self.fingerprint.encode()).hexdigest()[:15], 16)
+        return number_of(self.fingerprint)
 
     def _enter_epoch(self, epoch: int) -> None:
         """Takes the version of the training process, in a worker that is older.
@@ -493,7 +504,10 @@ class CacheIterableDataset(PastEpochs):
             ConfigError: it is that of a loaded state.
         """
         wanted = self._shared_counts.version
-        if not self._changes_version or wanted in (0, self._version_number):
+        if not self._changes_version:
+            self._follow_weights(epoch, wanted)
+            return
+        if wanted in (0, self._version_number):
             return
         self._open_version(epoch=epoch)
         if wanted != self._version_number:
@@ -505,7 +519,9 @@ class CacheIterableDataset(PastEpochs):
     def _state(self, epoch: int, rows_consumed: int) -> OrderState:
         erased = self._opened.shards.erased.until
         state = super()._state(epoch, rows_consumed)
-        state = replace(state, erased=erased, replayed=self._replayed)
+        state = replace(
+            state, erased=erased, replayed=self._replayed, set_weights=self._opened.set_until
+        )
         if erased or len(self._opened.left_out.rows) or self._notes:
             state = replace(state, notes=self._known_notes())
         if self._history:

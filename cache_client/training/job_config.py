@@ -101,6 +101,7 @@ class JobConfig:
     shuffle: Shuffle
     drop_last: bool
     pad_mask: str | None
+    row_ids: str | None
     batch_format: BatchFormat
     stack: Mapping[str, Sequence[str]] | None
     stack_dtype: torch.dtype | str | None
@@ -119,6 +120,11 @@ class JobConfig:
     def rows_per_step(self) -> int:
         """Rows of all ranks together in a full step."""
         return self.rank.world_size * self.batch_size
+
+    @property
+    def added(self) -> dict[str, str | None]:
+        """Arguments that add a column to batches, each with its name; None: none."""
+        return {"pad_mask": self.pad_mask, "row_ids": self.row_ids}
 
     def steps(self, num_slots: int) -> StepPlan:
         """The steps of an epoch of so many slots."""
@@ -169,6 +175,7 @@ def checked_config(
     seed: int,
     drop_last: bool,
     pad_mask: str | None,
+    row_ids: str | None,
     rank: int | None,
     world_size: int | None,
     data_parallel: Any,
@@ -219,7 +226,16 @@ def checked_config(
         problems.append(f"pad_mask must be the name of a new column, got {pad_mask!r}")
     if pad_mask is not None and drop_last:
         problems.append("pad_mask and drop_last exclude each other: one step is short or none")
-    others = {"skip_steps": skip_steps, **(asked.given() if isinstance(asked, View) else {})}
+    if row_ids is not None and (not isinstance(row_ids, str) or not row_ids):
+        problems.append(f"row_ids must be the name of a new column, got {row_ids!r}")
+    for name in ("pack", "group_by") if row_ids is not None and isinstance(asked, View) else ():
+        if name in asked.given():
+            problems.append(f"row_ids and {name} exclude each other: a sample has several rows")
+    others = {
+        "row_ids": row_ids,
+        "skip_steps": skip_steps,
+        **(asked.given() if isinstance(asked, View) else {}),
+    }
     problems += _version_problems(version, found_rank, found_job, shuffle, others)
     if problems or found_rank is None or access is None or found_job is None:
         raise ConfigError("; ".join(problems))
@@ -235,6 +251,7 @@ def checked_config(
         shuffle=Shuffle(shuffle, block_size, operator.index(seed)),
         drop_last=drop_last,
         pad_mask=pad_mask,
+        row_ids=row_ids,
         batch_format=batch_format,
         stack=stack,
         stack_dtype=fetched.stack_dtype,
