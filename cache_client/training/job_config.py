@@ -228,14 +228,17 @@ def checked_config(
         problems.append("pad_mask and drop_last exclude each other: one step is short or none")
     if row_ids is not None and (not isinstance(row_ids, str) or not row_ids):
         problems.append(f"row_ids must be the name of a new column, got {row_ids!r}")
-    for name in ("pack", "group_by") if row_ids is not None and isinstance(asked, View) else ():
-        if name in asked.given():
-            problems.append(f"row_ids and {name} exclude each other: a sample has several rows")
     others = {
         "row_ids": row_ids,
         "skip_steps": skip_steps,
         **(asked.given() if isinstance(asked, View) else {}),
     }
+    if row_ids is not None:
+        problems += [
+            f"row_ids and {many} exclude each other: a sample has several rows"
+            for many in ("pack", "group_by")
+            if many in others
+        ]
     problems += _version_problems(version, found_rank, found_job, shuffle, others)
     if problems or found_rank is None or access is None or found_job is None:
         raise ConfigError("; ".join(problems))

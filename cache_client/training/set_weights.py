@@ -126,15 +126,16 @@ class Agreement:
 
     def _wait(self, timeout_s: float) -> None:
         report, found = self._report, self._found
-        deadline, refused = time.monotonic() + timeout_s, found.refused
+        refused = found.refused
         if not report.says_as(found.pending(report).get(report.rank)):
             client_of(self._access).write(
                 self._log.log,
                 rows_of(report),
                 append=True,
                 replicas=self._replicas,
-                timeout_s=timeout_s,
+                timeout_s=self._access.ready_deadline_s,
             )
+        deadline = time.monotonic() + timeout_s
         is_over = Retrying(
             retry=retry_if_result(lambda is_over: not is_over),
             stop=lambda _: time.monotonic() > deadline,
@@ -181,7 +182,7 @@ class WeightedEpochs(PastEpochs):
             epoch: the next one, or a later one; it has not begun.
             row_ids: of the version, such as those of a column of ``row_ids``; shape ``(k,)``. A row
                 may come several times.
-            weights: of these rows, from 0 to 1e300; shape ``(k,)``.
+            weights: of these rows, from 0 to 1e200; shape ``(k,)``.
             keep_sealed: the weights that were set in an earlier start of the job count, if there
                 are any, instead of these.
             timeout_s: how long to wait for the other ranks.

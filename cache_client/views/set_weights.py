@@ -20,7 +20,7 @@ from cache_protocol.errors import some_of
 
 Doubles = npt.NDArray[np.float64]
 
-MOST_WEIGHT: Final = 1e300  # so that sums of reports stay finite
+MOST_WEIGHT: Final = 1e200  # so that sums of reports stay finite
 
 
 @dataclass(frozen=True, eq=False)
