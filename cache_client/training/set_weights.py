@@ -111,9 +111,10 @@ class Agreement:
                 )  # fmt: skip
             return sealed
         raise ConfigError(
-            f"the weights of epoch {sealed.epoch} of this job were set before, to other values, "
-            f"and do not change: dataset {self._log.log!r} has them. A job that was started again "
-            "goes on with them by keep_sealed=True; another run needs another name of the job"
+            f"epoch {report.epoch} cannot have these weights: those of epoch {sealed.epoch} of "
+            f"this job were set before, to other values, and do not change: see dataset "
+            f"{self._log.log!r}. A job that was started again goes on with them by "
+            "keep_sealed=True; another run needs another name of the job"
         )
 
     def _is_sealed(self) -> bool:
@@ -179,7 +180,7 @@ class WeightedEpochs(PastEpochs):
         most as many samples as rows of a weight above 0. The job needs a name.
 
         Args:
-            epoch: the next one, or a later one; it has not begun.
+            epoch: the next one, or a later one. It has not begun, and no later one has its weights.
             row_ids: of the version, such as those of a column of ``row_ids``; shape ``(k,)``. A row
                 may come several times.
             weights: of these rows, from 0 to 1e200; shape ``(k,)``.
@@ -193,7 +194,8 @@ class WeightedEpochs(PastEpochs):
             NotReadyError: ranks did not report in time; names them.
             PermissionDeniedError: the job may not write datasets.
         """
-        first = self._first_unread()
+        told = self._opened.set_until
+        first = max(self._first_unread(), 0 if told is None else told.epoch)
         problems = integer_problem("epoch", epoch, first, LAST_EPOCH)
         problems += flag_problems("keep_sealed", keep_sealed)
         problems += seconds_problems("timeout_s", timeout_s)
@@ -279,7 +281,7 @@ class WeightedEpochs(PastEpochs):
         )
 
     def _first_unread(self) -> int:
-        """The first epoch of which nothing was read.
+        """The first epoch without a row that was read.
 
         Raises:
             ConfigError: a pass runs.

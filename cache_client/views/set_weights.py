@@ -1,8 +1,8 @@
 """Weights that training sets: what the ranks of a job report -> the weights of rows. Pure.
 
 Reports lie in a log, in the order in which the cache took them. The first reports of all ranks seal
-the weights of an epoch; what comes later changes nothing. So whoever reads the log from its begin
-finds the same weights, and a digest of all that were set until then names them.
+the weights of an epoch; what comes later changes nothing. So all who read the log from its begin
+find the same weights, and a digest of all that were set until then names them.
 """
 
 from __future__ import annotations

@@ -165,8 +165,8 @@ def test_weights_that_were_set_stay_and_a_later_start_can_go_on_with_them(reader
     assert later.state_dict() != first.state_dict()
     with pytest.raises(ConfigError, match="epoch 1 of this job were set before"):
         reader().set_weights(1, [8], [1.0])
-    with pytest.raises(ConfigError, match="epoch must be at least 1"):
-        later.set_weights(0, [8], [1.0])
+    with pytest.raises(ConfigError, match="epoch must be at least 2, got 1"):
+        later.set_weights(1, [5, 6], [0.0, 3.0])
 
 
 @pytest.mark.parametrize("persistent", [False, True])
