@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ from cache_client import CacheClient, CacheIterableDataset, View
 from cache_client.__main__ import app
 from cache_protocol.errors import ConfigError, NotReadyError, StaleVersionError
 from cache_server import LocalCluster
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.usefixtures("forked_workers")
 
@@ -214,6 +217,49 @@ def test_steps_are_found_and_shown_by_them(
     told = [(each["epoch"], place["step"]) for each in seen[0]["epochs"] for place in each["given"]]
     assert (2, 5 // BATCH) in told
     assert told == [(epoch, step) for epoch, step, own in expected if own == row]
+
+
+def test_an_audit_and_the_rows_of_a_step_follow_them(
+    nodes: LocalCluster, reader: Reader, job: str
+) -> None:
+    epochs = trained([reader(audit="reports")], range(2))
+    client = CacheClient(nodes.endpoint)
+
+    def reported() -> bool:
+        return any(each.name == job and len(each.audits) == 2 for each in client.jobs(audits=True))
+
+    wait_until(reported, 30.0, "both epochs are reported")
+    for epoch, rows in enumerate(epochs):
+        asked = ("--job", job, "--epoch", str(epoch), "--step", "2", "-o", "json")
+        shown = CliRunner().invoke(app, ["rows", *asked, "--endpoint", nodes.endpoint])
+        assert shown.exit_code == 0, shown.output
+        found = [each["row"] for each in json.loads(shown.stdout)]
+        assert found == rows[2 * BATCH : 3 * BATCH]
+    audit = CliRunner().invoke(app, ["audit", job, "--endpoint", nodes.endpoint])
+    assert audit.exit_code == 0, audit.output
+    assert audit.stdout.count("each of 32 rows of 60 once") == 2
+
+
+def test_the_curriculum_of_the_guide_runs_as_it_stands(
+    nodes: LocalCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "reading.md").read_text("utf-8")
+    (block,) = [
+        each for each in re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+        if "set_weights" in each
+    ]  # fmt: skip
+    monkeypatch.setenv("CACHE_ENDPOINT", nodes.endpoint)
+    read: list[list[int]] = []
+
+    def train_step(batch: Any) -> list[float]:
+        read.append(batch["row_id"].tolist())
+        return [1.0 if row < 40 else 0.5 for row in read[-1]]
+
+    exec(compile(block.replace("4096", "20"), "reading.md", "exec"), {"train_step": train_step})
+    epochs = [set(each) for each in read]
+    assert [len(each) for each in epochs] == [20, 20, 20]
+    solved = {row for row in epochs[0] if row < 40}
+    assert solved and not solved & (epochs[1] | epochs[2])
 
 
 def test_a_log_that_is_gone_is_named(nodes: LocalCluster, reader: Reader) -> None:
