@@ -89,8 +89,6 @@ class CacheIterableDataset(WeightedEpochs):
         drop_last: leave out a short last step.
         pad_mask: repeat rows so that every batch of every rank has ``batch_size`` rows, and add a
             boolean column of this name, False for the repeated ones.
-        row_ids: add an int64 column of this name, the number of each row in the version, as
-            `set_weights`, `steps_of` and `View(subset=...)` take it.
         rank, world_size: default: `torch.distributed`, JAX, ``RANK``/``WORLD_SIZE`` or the
             variables of another launcher, else 0 of 1. A pass raises ConfigError where
             `torch.distributed` or JAX was initialised since and says otherwise.
@@ -155,7 +153,6 @@ class CacheIterableDataset(WeightedEpochs):
         seed: int = 0,
         drop_last: bool = False,
         pad_mask: str | None = None,
-        row_ids: str | None = None,
         rank: int | None = None,
         world_size: int | None = None,
         data_parallel: DeviceMesh | ProcessGroup | None = None,
@@ -185,7 +182,6 @@ class CacheIterableDataset(WeightedEpochs):
             seed=seed,
             drop_last=drop_last,
             pad_mask=pad_mask,
-            row_ids=row_ids,
             rank=rank,
             world_size=world_size,
             data_parallel=data_parallel,

@@ -57,6 +57,8 @@ class Reading:
             strided views of the rows of a window, which costs less where they are many.
         stack_dtype: of every ``stack``, a dtype of torch or numpy; default: the smallest that holds
             its columns, as in numpy.
+        row_ids: add an int64 column of this name: the number of each row in the version, as
+            `set_weights`, `steps_of` and `View(subset=...)` take it.
 
     Raises:
         ConfigError: quotes every bad argument.
@@ -66,6 +68,7 @@ class Reading:
     prefetch_batches: int | None = None
     copy: bool = True
     stack_dtype: torch.dtype | str | None = None
+    row_ids: str | None = None
 
     def __post_init__(self) -> None:
         problems = integer_problem("message_bytes", self.message_bytes, 1, _MAX_MESSAGE_BYTES)
@@ -74,6 +77,8 @@ class Reading:
                 "prefetch_batches", self.prefetch_batches, 1, _MAX_PREFETCHED
             )
         problems += flag_problems("copy", self.copy)
+        if self.row_ids is not None and (not isinstance(self.row_ids, str) or not self.row_ids):
+            problems.append(f"row_ids must be the name of a new column, got {self.row_ids!r}")
         if problems:
             raise ConfigError("; ".join(problems))
 
@@ -101,7 +106,6 @@ class JobConfig:
     shuffle: Shuffle
     drop_last: bool
     pad_mask: str | None
-    row_ids: str | None
     batch_format: BatchFormat
     stack: Mapping[str, Sequence[str]] | None
     stack_dtype: torch.dtype | str | None
@@ -124,7 +128,7 @@ class JobConfig:
     @property
     def added(self) -> dict[str, str | None]:
         """Arguments that add a column to batches, each with its name; None: none."""
-        return {"pad_mask": self.pad_mask, "row_ids": self.row_ids}
+        return {"pad_mask": self.pad_mask, "row_ids": self.reading.row_ids}
 
     def steps(self, num_slots: int) -> StepPlan:
         """The steps of an epoch of so many slots."""
@@ -175,7 +179,6 @@ def checked_config(
     seed: int,
     drop_last: bool,
     pad_mask: str | None,
-    row_ids: str | None,
     rank: int | None,
     world_size: int | None,
     data_parallel: Any,
@@ -226,14 +229,12 @@ def checked_config(
         problems.append(f"pad_mask must be the name of a new column, got {pad_mask!r}")
     if pad_mask is not None and drop_last:
         problems.append("pad_mask and drop_last exclude each other: one step is short or none")
-    if row_ids is not None and (not isinstance(row_ids, str) or not row_ids):
-        problems.append(f"row_ids must be the name of a new column, got {row_ids!r}")
     others = {
-        "row_ids": row_ids,
+        "row_ids": fetched.row_ids,
         "skip_steps": skip_steps,
         **(asked.given() if isinstance(asked, View) else {}),
     }
-    if row_ids is not None:
+    if fetched.row_ids is not None:
         problems += [
             f"row_ids and {many} exclude each other: a sample has several rows"
             for many in ("pack", "group_by")
@@ -254,7 +255,6 @@ def checked_config(
         shuffle=Shuffle(shuffle, block_size, operator.index(seed)),
         drop_last=drop_last,
         pad_mask=pad_mask,
-        row_ids=row_ids,
         batch_format=batch_format,
         stack=stack,
         stack_dtype=fetched.stack_dtype,

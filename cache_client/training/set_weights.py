@@ -181,8 +181,8 @@ class WeightedEpochs(PastEpochs):
 
         Args:
             epoch: the next one, or a later one. It has not begun, and no later one has its weights.
-            row_ids: of the version, such as those of a column of ``row_ids``; shape ``(k,)``. A row
-                may come several times.
+            row_ids: of the version, such as those of ``Reading(row_ids=...)``; shape ``(k,)``. A
+                row may come several times.
             weights: of these rows, from 0 to 1e200; shape ``(k,)``.
             keep_sealed: the weights that were set in an earlier start of the job count, if there
                 are any, instead of these.

@@ -231,10 +231,12 @@ def pass_batches(
                         mask &= ~window.repeated[at:stop]
                     with torch.inference_mode(False):
                         batch = with_column(batch, config.pad_mask, mask, config.batch_format)
-                if config.row_ids is not None:
+                if config.reading.row_ids is not None:
                     numbers = window.samples.row_ids[at:stop].copy()
                     with torch.inference_mode(False):
-                        batch = with_column(batch, config.row_ids, numbers, config.batch_format)
+                        batch = with_column(
+                            batch, config.reading.row_ids, numbers, config.batch_format
+                        )
                 made = batch if transform is None else transform(batch)
                 spans.end()
                 yield sent(made) if pass_.in_worker else made

@@ -15,7 +15,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from cache_client import CacheClient, CacheIterableDataset, View
+from cache_client import CacheClient, CacheIterableDataset, Reading, View
 from cache_client.__main__ import app
 from cache_protocol.errors import ConfigError, NotReadyError, StaleVersionError
 from cache_server import LocalCluster
@@ -47,7 +47,13 @@ Reader = Callable[..., CacheIterableDataset]
 @pytest.fixture
 def reader(nodes: LocalCluster, job: str) -> Reader:
     def make(**arguments: Any) -> CacheIterableDataset:
-        given = {"batch_size": BATCH, "shuffle": True, "job": job, "row_ids": "id", **arguments}
+        given = {
+            "batch_size": BATCH,
+            "shuffle": True,
+            "job": job,
+            "reading": Reading(row_ids="id"),
+            **arguments,
+        }
         given = {"view": View(weights="weight", replacement=False, epoch_rows=32), **given}
         return CacheIterableDataset("prompts", cache=nodes.endpoint, **given)
 
@@ -336,4 +342,4 @@ def test_batches_have_the_numbers_of_their_rows(reader: Reader, batch_format: An
     with pytest.raises(ConfigError, match="row_ids and pack exclude each other"):
         reader(view=View(pack="row", sequence_length=4))
     with pytest.raises(ConfigError, match="row_ids adds a column 'row'"):
-        reader(row_ids="row")
+        reader(reading=Reading(row_ids="row"))
