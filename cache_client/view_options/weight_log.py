@@ -22,6 +22,7 @@ from cache_client.reading.shard_maps import wait_for_shard_map
 from cache_client.reading.table_reads import read_table
 from cache_client.view_options.columns import VersionNodes, row_values
 from cache_client.view_options.options import View
+from cache_client.view_options.sampling import even_weight
 from cache_client.view_options.selection import gone_error
 from cache_client.views.sampling import SetTable, WeightedView, weight_table
 from cache_client.views.set_weights import MOST_WEIGHT, Doubles, Report, Sealed, SetWeights
@@ -170,9 +171,13 @@ def first_weights(
         ConfigError: rows were erased that the view has.
         CacheError: as `row_values`.
     """
-    if len(version.shards.erased.gone):
+    shards, name = version.shards, view.name
+    even = even_weight(name, shards.layout.logical.names)
+    if even is not None:
+        return SetWeights(np.full(shards.num_rows, float(even)), _rows(view), epochs)
+    if len(shards.erased.gone):
         raise gone_error(f"{options}")
-    found = row_values(version, as_sql(view.name, version.shards.layout.logical.names))
+    found = row_values(version, as_sql(name, shards.layout.logical.names))
     weights = np.array(found.cast(pa.float64(), safe=False).to_numpy(), np.float64)
     return SetWeights(weights, _rows(view), epochs)
 

@@ -16,7 +16,7 @@ import torch
 from typer.testing import CliRunner
 
 from cache_client import CacheClient, CacheIterableDataset, Reading, View
-from cache_client.__main__ import app
+from cache_client import __main__ as program
 from cache_protocol.errors import ConfigError, NotReadyError, StaleVersionError
 from cache_server import LocalCluster
 from tests.waiting import wait_until
@@ -211,7 +211,7 @@ def test_steps_are_found_and_shown_by_them(
     path.write_text(json.dumps(state))
 
     def run(*arguments: str) -> Any:
-        told = CliRunner().invoke(app, [*arguments, "--endpoint", nodes.endpoint, "--json"])
+        told = CliRunner().invoke(program.app, [*arguments, "--endpoint", nodes.endpoint, "--json"])
         assert told.exit_code == 0, told.output
         return json.loads(told.output)
 
@@ -237,11 +237,11 @@ def test_an_audit_and_the_rows_of_a_step_follow_them(
     wait_until(reported, 30.0, "both epochs are reported")
     for epoch, rows in enumerate(epochs):
         asked = ("--job", job, "--epoch", str(epoch), "--step", "2", "-o", "json")
-        shown = CliRunner().invoke(app, ["rows", *asked, "--endpoint", nodes.endpoint])
+        shown = CliRunner().invoke(program.app, ["rows", *asked, "--endpoint", nodes.endpoint])
         assert shown.exit_code == 0, shown.output
         found = [each["row"] for each in json.loads(shown.stdout)]
         assert found == rows[2 * BATCH : 3 * BATCH]
-    audit = CliRunner().invoke(app, ["audit", job, "--endpoint", nodes.endpoint])
+    audit = CliRunner().invoke(program.app, ["audit", job, "--endpoint", nodes.endpoint])
     assert audit.exit_code == 0, audit.output
     assert audit.stdout.count("each of 32 rows of 60 once") == 2
 
