@@ -87,9 +87,9 @@ def _narrow(name: str, value: _Array) -> _Array:
 
 
 def with_column(
-    batch: Any, name: str, values: npt.NDArray[np.bool_] | list[str], batch_format: BatchFormat
+    batch: Any, name: str, values: _Array | list[str], batch_format: BatchFormat
 ) -> Any:
-    """The batch with another column: booleans as an array of the format, strings as a list."""
+    """The batch with another column: numbers as an array of the format, strings as a list."""
     if batch_format == "arrow":
         return batch.append_column(name, pa.array(values))
     if batch_format == "polars":

@@ -25,7 +25,13 @@ from cache_client.order.due import Due
 from cache_client.order.erased import Notes, joined_rows
 from cache_client.order.order import EpochOrder, StepPlan, runs_of_steps
 from cache_client.order.permutation import Int64Array
-from cache_client.order.states import AmendedPart, amended_from_dict, parts_of
+from cache_client.order.states import (
+    AmendedPart,
+    SetUntil,
+    amended_from_dict,
+    parts_of,
+    set_until,
+)
 from cache_client.order.view_text import view_options
 from cache_client.views.amended import Part, amended_view
 from cache_client.views.due import samples_of
@@ -243,6 +249,7 @@ def read_view(access: Access, question: Question) -> tuple[list[ReadVersion], Sl
         options = view_options(question.view)
         erased = int(options.pop("erased", 0))
         history = amended_from_dict(options["amended"]) if "amended" in options else ()
+        told = set_until(options.pop("set_weights")) if "set_weights" in options else None
     except ValueError as error:
         raise NotShownError(
             f"the view of the job is not known in full, {error}: give it by --view"
@@ -260,6 +267,8 @@ def read_view(access: Access, question: Question) -> tuple[list[ReadVersion], Sl
         has_all = not {"codes", "join"} & options.keys()
     else:
         view, has_all = _make_view(access, shards, options, shuffle)
+        if told is not None:
+            view = _by_weights(access, shards, options, view, told, question.epoch)
     expected = view_fingerprint(shards.fingerprint, view.identity)
     _compare(question, expected if has_all else question.fingerprint)
     return [ReadVersion("", shards)], view, lambda runs: shuffle.order(view, question.epoch, runs)
@@ -375,6 +384,22 @@ def _view(options: Mapping[str, Any]) -> Any:
     except ImportError as error:
         raise ConfigError(missing_package(error, "rows of a view", "client")) from None
     return View(**{name: each for name, each in options.items() if name not in MAKE_COLUMNS})
+
+
+def _by_weights(
+    access: Access,
+    shards: ShardMap,
+    options: Mapping[str, Any],
+    view: SlotView,
+    told: SetUntil,
+    epoch: int,
+) -> SlotView:
+    """The view of an epoch by weights that training set."""
+    from cache_client.view_options.columns import VersionNodes
+    from cache_client.view_options.weight_log import view_of_told
+
+    nodes = VersionNodes(access.endpoint, shards, access.credentials, access.deadline_s)
+    return view_of_told(access, view, _view(options), nodes, told, range(epoch, epoch + 1))
 
 
 def _make_view(

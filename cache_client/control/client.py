@@ -37,7 +37,7 @@ from cache_client.job.arguments import (
     integer_or_problem,
     seconds_problems,
 )
-from cache_client.job.connection import Connection, access_to
+from cache_client.job.connection import Access, Connection, access_to
 from cache_client.order.permutation import checked_integer
 from cache_client.reading.table_reads import read_table
 from cache_client.writing import writes
@@ -574,3 +574,10 @@ class CacheClient(Forgets):
         return read_rows(
             self._access, name, lambda rows: np.arange(min(num_rows, rows), dtype=np.int64)
         )
+
+
+def client_of(access: Access) -> CacheClient:
+    """A client of a cache that this process reaches already."""
+    client = CacheClient.__new__(CacheClient)
+    client._access, client._coordinator = access, Coordinator(access)
+    return client

@@ -12,7 +12,9 @@ from cache_client.order.permutation import (
 )
 from cache_protocol.errors import some_of
 
-_OPTIONAL: Final = ("audit", "skipped", "view", "amended", "erased", "notes", "replayed")
+_OPTIONAL: Final = (
+    *("audit", "skipped", "view", "amended", "erased", "notes", "replayed", "set_weights"),
+)
 REPLAYS: Final = ("", "shorter", "filled")
 _LAST_EPOCH: Final = 2**63 - 1  # of a state: readers store it in 64 bits
 
@@ -32,6 +34,20 @@ class AmendedPart(NamedTuple):
     num_rows: int
     view: str
     erased: int = 0
+
+
+class SetUntil(NamedTuple):
+    """Weights that training set until an epoch.
+
+    Attributes:
+        log: the dataset with what the ranks reported.
+        epoch: the last one whose weights were set.
+        digest: of them, and of all that were set before.
+    """
+
+    log: str
+    epoch: int
+    digest: str
 
 
 def parts_of(parts: Sequence[AmendedPart], epoch: int) -> tuple[AmendedPart, ...]:
@@ -64,6 +80,7 @@ class OrderState:
         erased: the last act of erasing whose rows the order leaves out; 0: none.
         notes: what conditions said of rows that were erased later, see `cache_client.order.erased`.
         replayed: how a replay leaves rows out, ``shorter`` or ``filled``; empty: no replay.
+        set_weights: the weights that training set, which the order reads by; None: none.
 
     Raises:
         ValueError: a field has a wrong type or value, or another ``format``; quotes it.
@@ -86,6 +103,7 @@ class OrderState:
     erased: int = 0
     notes: Notes = field(default_factory=dict, compare=False)
     replayed: str = ""
+    set_weights: SetUntil | None = None
 
     def __post_init__(self) -> None:
         if set_integer(self, "format") != ALGORITHM_VERSION:
@@ -109,6 +127,8 @@ class OrderState:
         object.__setattr__(self, "notes", _notes(self.notes))
         if self.replayed not in REPLAYS:
             raise ValueError(f"replayed must be one of {REPLAYS}, got {self.replayed!r}")
+        if self.set_weights is not None:
+            object.__setattr__(self, "set_weights", set_until(self.set_weights))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the state as a dict of JSON types; without optional fields that are empty."""
@@ -118,6 +138,7 @@ class OrderState:
             for condition, notes in self.notes.items()
         }
         state["amended"] = self.amended and amended_to_dict(self.amended)
+        state["set_weights"] = self.set_weights and list(self.set_weights)
         return {key: value for key, value in state.items() if value or key not in _OPTIONAL}
 
     @classmethod
@@ -179,6 +200,20 @@ def read_state(mapping: Mapping[str, Any]) -> OrderState:
     if isinstance(mapping, Mapping) and {"rows_per_step", "num_workers"} & set(mapping):
         return WorkerState.from_dict(mapping)
     return OrderState.from_dict(mapping)
+
+
+def set_until(value: object) -> SetUntil:
+    """Read the weights that a state or the text of a view names.
+
+    Raises:
+        ValueError: it names none; quotes it.
+    """
+    try:
+        given: Any = value
+        log, epoch, digest = given
+        return SetUntil(str(log), checked_integer("epoch", epoch, 0, _LAST_EPOCH), str(digest))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"set_weights must be a log, an epoch and a digest: {error}") from None
 
 
 def amended_to_dict(parts: Sequence[AmendedPart]) -> dict[str, Any]:

@@ -43,9 +43,16 @@ def view_text(options: Mapping[str, Any]) -> str:
 
 def erased_text(text: str, until: int) -> str:
     """The text of a view, which also says until which act it leaves erased rows out."""
-    if not until:
-        return text
-    return f'{text[:-1] + "," if text else "{"}"erased":{until}}}'
+    return _with_option(text, "erased", until) if until else text
+
+
+def set_text(text: str, told: Sequence[Any] | None) -> str:
+    """The text of a view, which also says which weights training set."""
+    return _with_option(text, "set_weights", list(told)) if told else text
+
+
+def _with_option(text: str, name: str, value: Any) -> str:
+    return f"{text[:-1] + ',' if text else '{'}{_json(name)}:{_json(value)}}}"
 
 
 def view_digest(text: str) -> str:

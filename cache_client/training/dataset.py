@@ -5,7 +5,6 @@ Checks the arguments, and reads one version; `cache_client.training.base` does t
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -42,7 +41,7 @@ from cache_client.training.job_config import (
     moved_arguments,
 )
 from cache_client.training.opened import Opened, open_version
-from cache_client.training.past import PastEpochs
+from cache_client.training.set_weights import WeightedEpochs, number_of
 from cache_client.training.skipped_steps import slots_consumed
 from cache_client.view_options.lookups import Vocabulary
 from cache_client.view_options.options import View
@@ -55,7 +54,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-class CacheIterableDataset(PastEpochs):
+class CacheIterableDataset(WeightedEpochs):
     """Ready batches of one rank; iterate ``dataset.loader(num_workers=n)``, or the dataset.
 
     The batches, joined over (step, rank), are exactly the order of the epoch, for any number of
@@ -256,6 +255,11 @@ class CacheIterableDataset(PastEpochs):
         if not isinstance(wanted, View):
             raise ConfigError(f"view must be a View, got {view!r}")
         check_amendable(self.view)
+        if self._opened.set_until:
+            raise ConfigError(
+                "an epoch whose weights training set cannot be amended: its weights are of the row "
+                "ids of one version. Change the weights of the next epoch, or begin another job"
+            )
         text = check_amendable(wanted)
         if self._loading is not None:
             raise ConfigError(
@@ -333,7 +337,8 @@ class CacheIterableDataset(PastEpochs):
     @property
     def _loses_rows(self) -> bool:
         """Whether rows were erased since this was opened, and an amendment can leave them out."""
-        if self._loading is not None or self._replayed or not len(self._opened.left_out.rows):
+        is_fixed = self._loading is not None or self._replayed or self._opened.set_until
+        if is_fixed or not len(self._opened.left_out.rows):
             return False
         try:
             check_amendable(self.view)
@@ -400,6 +405,7 @@ class CacheIterableDataset(PastEpochs):
                     self._open_version(epoch=epoch)
                 elif self.world_size == 1 and self._loses_rows:
                     self._open_version(fingerprint=self._opened.shards.fingerprint)
+                self._know_weights(epoch)
                 self._note_epoch(epoch, before)
             super().set_epoch(epoch)
         self._tell_version()
@@ -479,12 +485,13 @@ class CacheIterableDataset(PastEpochs):
             raise
 
     def _tell_version(self) -> None:
-        if self._changes_version and get_worker_info() is None:
+        is_told = self._changes_version or self._opened.set_until or self._shared_counts.version
+        if is_told and get_worker_info() is None:
             self._shared_counts.version = self._version_number
 
     @property
     def _version_number(self) -> int:
-        return int(hashlib.sha256(self.fingerprint.encode()).hexdigest()[:15], 16)
+        return number_of(self.fingerprint)
 
     def _enter_epoch(self, epoch: int) -> None:
         """Takes the version of the training process, in a worker that is older.
@@ -493,7 +500,10 @@ class CacheIterableDataset(PastEpochs):
             ConfigError: it is that of a loaded state.
         """
         wanted = self._shared_counts.version
-        if not self._changes_version or wanted in (0, self._version_number):
+        if not self._changes_version:
+            self._follow_weights(epoch, wanted)
+            return
+        if wanted in (0, self._version_number):
             return
         self._open_version(epoch=epoch)
         if wanted != self._version_number:
@@ -505,7 +515,9 @@ class CacheIterableDataset(PastEpochs):
     def _state(self, epoch: int, rows_consumed: int) -> OrderState:
         erased = self._opened.shards.erased.until
         state = super()._state(epoch, rows_consumed)
-        state = replace(state, erased=erased, replayed=self._replayed)
+        state = replace(
+            state, erased=erased, replayed=self._replayed, set_weights=self._opened.set_until
+        )
         if erased or len(self._opened.left_out.rows) or self._notes:
             state = replace(state, notes=self._known_notes())
         if self._history:

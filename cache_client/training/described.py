@@ -87,7 +87,7 @@ class Described(Familiar):
     def column_names(self) -> list[str]:
         """The columns of a batch, before ``transform``."""
         made = self._config.converter(self._opened.layout).names
-        return self._opened.job_view.column_names(made, pad_mask=self._config.pad_mask)
+        return self._opened.job_view.column_names(made, **self._config.added)
 
     def mlflow_dataset(self) -> MlflowDataset:
         """What this job reads, for ``mlflow.log_input``: version, view, schema, rows and bytes.

@@ -57,6 +57,8 @@ class Reading:
             strided views of the rows of a window, which costs less where they are many.
         stack_dtype: of every ``stack``, a dtype of torch or numpy; default: the smallest that holds
             its columns, as in numpy.
+        row_ids: add an int64 column of this name: the number of each row in the version, as
+            `set_weights`, `steps_of` and `View(subset=...)` take it.
 
     Raises:
         ConfigError: quotes every bad argument.
@@ -66,6 +68,7 @@ class Reading:
     prefetch_batches: int | None = None
     copy: bool = True
     stack_dtype: torch.dtype | str | None = None
+    row_ids: str | None = None
 
     def __post_init__(self) -> None:
         problems = integer_problem("message_bytes", self.message_bytes, 1, _MAX_MESSAGE_BYTES)
@@ -74,6 +77,8 @@ class Reading:
                 "prefetch_batches", self.prefetch_batches, 1, _MAX_PREFETCHED
             )
         problems += flag_problems("copy", self.copy)
+        if self.row_ids is not None and (not isinstance(self.row_ids, str) or not self.row_ids):
+            problems.append(f"row_ids must be the name of a new column, got {self.row_ids!r}")
         if problems:
             raise ConfigError("; ".join(problems))
 
@@ -119,6 +124,11 @@ class JobConfig:
     def rows_per_step(self) -> int:
         """Rows of all ranks together in a full step."""
         return self.rank.world_size * self.batch_size
+
+    @property
+    def added(self) -> dict[str, str | None]:
+        """Arguments that add a column to batches, each with its name; None: none."""
+        return {"pad_mask": self.pad_mask, "row_ids": self.reading.row_ids}
 
     def steps(self, num_slots: int) -> StepPlan:
         """The steps of an epoch of so many slots."""
@@ -219,7 +229,17 @@ def checked_config(
         problems.append(f"pad_mask must be the name of a new column, got {pad_mask!r}")
     if pad_mask is not None and drop_last:
         problems.append("pad_mask and drop_last exclude each other: one step is short or none")
-    others = {"skip_steps": skip_steps, **(asked.given() if isinstance(asked, View) else {})}
+    others = {
+        "row_ids": fetched.row_ids,
+        "skip_steps": skip_steps,
+        **(asked.given() if isinstance(asked, View) else {}),
+    }
+    if fetched.row_ids is not None:
+        problems += [
+            f"row_ids and {many} exclude each other: a sample has several rows"
+            for many in ("pack", "group_by")
+            if many in others
+        ]
     problems += _version_problems(version, found_rank, found_job, shuffle, others)
     if problems or found_rank is None or access is None or found_job is None:
         raise ConfigError("; ".join(problems))

@@ -545,6 +545,8 @@ def _differences(datasets: Mapping[str, CacheIterableDataset]) -> list[str]:
                 f"source {name!r} has version={dataset.config.version!r}: a mixture keeps its "
                 "versions"
             )
+        if dataset.config.reading.row_ids:
+            problems.append(f"source {name!r} has row_ids, which a mixture does not give")
         if dataset.config.skip_steps:
             problems.append(f"source {name!r} has skip_steps: give it to the mixture")
     return problems

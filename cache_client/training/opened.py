@@ -17,7 +17,8 @@ from cache_client.flight.routing import NodeRef, ShardMap
 from cache_client.job.ranks import TrainingProcess, find_process, is_of_one_process
 from cache_client.order.erased import Notes
 from cache_client.order.permutation import Int64Array
-from cache_client.order.view_text import erased_text, view_digest
+from cache_client.order.states import SetUntil
+from cache_client.order.view_text import erased_text, set_text, view_digest
 from cache_client.reading.counts import ReadCounts, SharedCounts
 from cache_client.reading.joined_reader import JoinedSource
 from cache_client.reading.per_process import PerProcess
@@ -31,7 +32,9 @@ from cache_client.training.left_out import Known, LeftOut
 from cache_client.view_options.columns import VersionNodes
 from cache_client.view_options.job_view import JobView
 from cache_client.view_options.open_view import make_view, read_shard_map
+from cache_client.view_options.weight_log import log_name
 from cache_client.views.amended import AmendedView
+from cache_client.views.sampling import WeightedView
 from cache_client.views.view import LoggedView, PlainView, SlotView, view_fingerprint
 from cache_protocol.storage.layout import Layout
 from cache_protocol.v1 import cache_pb2 as pb
@@ -97,6 +100,8 @@ class Opened:
         nodes: every node that holds rows.
         view_text: what is read other than each row once, see `cache_client.order.view_text`.
         left_out: rows that were erased since.
+        weight_log: the dataset with what training reports of weights; empty: the view has none.
+        set_until: the weights that training set; None: none.
         observer: watches the passes of a process; reports are of one version.
     """
 
@@ -109,6 +114,8 @@ class Opened:
     nodes: tuple[NodeRef, ...]
     view_text: str
     left_out: LeftOut
+    weight_log: str = ""
+    set_until: SetUntil | None = None
     observer: PerProcess[Observer] = field(default_factory=PerProcess, compare=False)
 
     @property
@@ -317,12 +324,9 @@ def open_version(
             deadline_s=access.deadline_s, local=access.local,
             shuffle=config.shuffle, ready_deadline_s=access.ready_deadline_s,
         ), JobView(LoggedView(shards.log)))  # fmt: skip
-    version = VersionNodes(
-        access.endpoint, shards, access.credentials, access.deadline_s, config.rank.rank
-    )
     job_view = make_view(
         config.view,
-        version,
+        _nodes(config, shards),
         config.shuffle,
         config.batch_format,
         hidden=hidden,
@@ -335,10 +339,22 @@ def open_version(
     return _opened(config, source, job_view)
 
 
+def _nodes(config: JobConfig, shards: ShardMap) -> VersionNodes:
+    access = config.access
+    return VersionNodes(
+        access.endpoint, shards, access.credentials, access.deadline_s, config.rank.rank
+    )
+
+
+def nodes_of(opened: Opened, config: JobConfig) -> VersionNodes:
+    """The nodes of the version that a job reads."""
+    return _nodes(config, opened.shards)
+
+
 def _opened(config: JobConfig, source: Source, job_view: JobView) -> Opened:
     shards, identity = source.shards, job_view.identity
     layout = shards.layout if job_view.lookups is None else job_view.lookups.layout
-    job_view.column_names(config.converter(layout).names, pad_mask=config.pad_mask)
+    job_view.column_names(config.converter(layout).names, **config.added)
     return Opened(
         shards.dataset,
         view_fingerprint(shards.fingerprint, identity),
@@ -349,4 +365,25 @@ def _opened(config: JobConfig, source: Source, job_view: JobView) -> Opened:
         shards.nodes,
         erased_text(config.view.text, shards.erased.until),
         LeftOut(config.access, [Known(shards, shards.erased)]),
+        _weight_log(config, shards),
+    )
+
+
+def _weight_log(config: JobConfig, shards: ShardMap) -> str:
+    if config.view.weights is None:
+        return ""
+    read = view_fingerprint(shards.fingerprint, config.view.rows.text)
+    return log_name(shards.dataset, config.job, read)
+
+
+def with_view(opened: Opened, config: JobConfig, view: WeightedView, told: SetUntil) -> Opened:
+    """What a job reads, by weights that training set."""
+    job_view, shards = replace(opened.job_view, view=view), opened.shards
+    return replace(
+        opened,
+        fingerprint=view_fingerprint(shards.fingerprint, job_view.identity),
+        job_view=job_view,
+        view_text=erased_text(set_text(config.view.text, told), shards.erased.until),
+        set_until=told,
+        observer=PerProcess(),
     )

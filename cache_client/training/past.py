@@ -8,15 +8,16 @@ from typing import Any
 
 import numpy as np
 
+from cache_client.epochs.cursor import LAST_EPOCH
 from cache_client.order.erased import Notes
 from cache_client.order.order import EpochOrder
 from cache_client.order.permutation import Int64Array
-from cache_client.order.states import AmendedPart, OrderState, parts_of, read_state
+from cache_client.order.states import AmendedPart, OrderState, SetUntil, parts_of, read_state
 from cache_client.order.view_text import erased_text
 from cache_client.training.amendments import open_parts, view_of_state, with_notes
 from cache_client.training.base import RankBatches
 from cache_client.training.job_config import JobConfig
-from cache_client.training.opened import Opened, open_version
+from cache_client.training.opened import Opened, nodes_of, open_version, with_view
 from cache_client.training.replays import (
     Forgotten,
     Steps,
@@ -28,6 +29,7 @@ from cache_client.training.replays import (
     steps_of,
 )
 from cache_client.view_options.options import View
+from cache_client.view_options.weight_log import view_of_told
 from cache_client.views.view import SlotView
 from cache_protocol.errors import ConfigError
 
@@ -57,11 +59,13 @@ class PastEpochs(RankBatches):
             return state_dict  # is refused by name
         knows = (self._opened.shards.erased.until, len(self._opened.left_out.rows))
         is_other = state.amended or self._history or knows != (state.erased, 0)
+        is_other = is_other or state.set_weights != self._opened.set_until
         if self._config.version == "first-rows":
             return state_dict
         if state.dataset != self._opened.name or not is_other:
             return state_dict
         at_begin = not (as_was or state.rows_consumed or state.amended or self._history)
+        at_begin = at_begin and state.set_weights is None
         if at_begin and state.view == erased_text(self.view.text, state.erased):
             version = state.fingerprint.partition("-")[0]
             self._opened = open_version(self._config, self._opened, fingerprint=version)
@@ -70,8 +74,8 @@ class PastEpochs(RankBatches):
         config, opened = self._opened_by(state)
         if opened.fingerprint != self.fingerprint and self._cursor.has_workers:
             raise ConfigError(
-                "the state is of an amended job, which running DataLoader workers do not know: "
-                "delete their iterator and loader before load_state_dict"
+                "the state is of an amended job, or has other weights, which running DataLoader "
+                "workers do not know: delete their iterator and loader before load_state_dict"
             )
         self._config, self._opened, self._history = config, opened, state.amended
         self._notes = state.notes
@@ -141,6 +145,8 @@ class PastEpochs(RankBatches):
                     num_rows=part.num_rows,
                 )
                 view = open_parts(own, epoch, state.amended, latest, notes=state.notes).slots
+            if state.set_weights and epoch != state.epoch:
+                view = self._by_weights(self._config, opened, state.set_weights, epoch).slots
             skipped = tuple((start, stop) for at, start, stop in state.skipped if at == epoch)
             return view, shuffle.order(view, epoch, skipped)
 
@@ -158,4 +164,29 @@ class PastEpochs(RankBatches):
         )
         if state.amended:
             opened = open_parts(config, state.epoch, state.amended, opened, notes=state.notes)
+        if state.set_weights:
+            opened = self._by_weights(config, opened, state.set_weights, state.epoch, LAST_EPOCH)
         return config, opened
+
+    def _by_weights(
+        self,
+        config: JobConfig,
+        opened: Opened,
+        told: SetUntil,
+        epoch: int,
+        last: int | None = None,
+    ) -> Opened:
+        """What a job reads in an epoch by weights that training set, and in those up to a last one.
+
+        Raises:
+            ConfigError: another job, or another view, set them.
+        """
+        if told.log != opened.weight_log:
+            raise ConfigError(
+                f"the state has weights that training set, of {told.log!r}, and those of this job, "
+                f"view and version are in {opened.weight_log!r}: give them as they were"
+            )
+        epochs = range(epoch, epoch + 1 if last is None else last + 1)
+        nodes = nodes_of(opened, config)
+        view = view_of_told(config.access, opened.slots, config.view, nodes, told, epochs)
+        return with_view(opened, config, view, told)

@@ -219,18 +219,24 @@ def pass_batches(
                     pass_.digests.put(*window.digests)
                 else:
                     shared.begin(*window.digests)
-            batches, at = changeable(window.batches(assemble, at_once)), 0
+            batches, stop = changeable(window.batches(assemble, at_once)), 0
             for batch, size in zip(batches, window.sizes, strict=True):
+                at, stop = stop, stop + size
                 if shared is not None:
                     shared.put_next()
                 if config.pad_mask is not None:
                     padded = pass_.plan.num_padded(next(step), rank)
                     mask = np.arange(size) < size - padded
                     if window.repeated is not None:
-                        mask &= ~window.repeated[at : at + size]
-                    at += size
+                        mask &= ~window.repeated[at:stop]
                     with torch.inference_mode(False):
                         batch = with_column(batch, config.pad_mask, mask, config.batch_format)
+                if config.reading.row_ids is not None:
+                    numbers = window.samples.row_ids[at:stop].copy()
+                    with torch.inference_mode(False):
+                        batch = with_column(
+                            batch, config.reading.row_ids, numbers, config.batch_format
+                        )
                 made = batch if transform is None else transform(batch)
                 spans.end()
                 yield sent(made) if pass_.in_worker else made

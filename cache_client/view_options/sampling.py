@@ -62,7 +62,10 @@ def make_sampling(
         )
     if options.weights is not None:
         name = options.weights
-        weights = _weights(name, of_slots(values(as_sql(name, columns)), inner))
+        if (every := even_weight(name, columns)) is not None:
+            weights: Weights = np.full(size, every)
+        else:
+            weights = _weights(name, of_slots(values(as_sql(name, columns)), inner))
         replacement = options.replacement
         table, even, positive = weight_table(weights, replacement=replacement)
         if not replacement and (epoch_rows or 0) > positive and size:
@@ -90,6 +93,12 @@ def make_sampling(
     if epoch_rows is not None:
         return EpochRowsView(inner, epoch_rows, shuffle)
     return inner
+
+
+def even_weight(name: str, columns: Collection[str]) -> int | None:
+    """The weight of all rows, if it is a whole number: then no values of rows are needed."""
+    is_number = name.isascii() and name.isdigit() and name not in columns
+    return int(name) if is_number and 0 < int(name) < 2**31 else None
 
 
 def _weights(name: str, found: pa.Array) -> Weights:

@@ -164,6 +164,22 @@ class BalancedView:
 
 
 @dataclass(frozen=True)
+class SetTable:
+    """The weights that hold from an epoch on, as training set them.
+
+    Args:
+        epoch: the first.
+        digest: names all weights that were set until then.
+        table, epoch_rows: see `WeightedView`.
+    """
+
+    epoch: int
+    digest: str
+    table: Numbers = field(repr=False, compare=False)
+    epoch_rows: int
+
+
+@dataclass(frozen=True)
 class WeightedView:
     """Rows as often as their weights say.
 
@@ -182,6 +198,8 @@ class WeightedView:
         replacement: whether an epoch may take a row again.
         epoch_rows: slots of an epoch; without replacement at most the number of weights above 0.
         seed: of the draws.
+        later: weights that training set, ascending by epoch; tables of earlier epochs are left out.
+        first_epoch: the first one whose weights are known.
 
     Thread-safety: immutable, but for a cache. Threads may draw the same epoch twice.
     """
@@ -194,6 +212,8 @@ class WeightedView:
     seed: int
     epochs: Epochs = "same size"
     rows_per_slot: float = 1.0
+    later: tuple[SetTable, ...] = ()
+    first_epoch: int = 0
     _drawn: dict[int, npt.NDArray[np.unsignedinteger[Any]]] = field(
         init=False, default_factory=dict, repr=False, compare=False
     )
@@ -205,7 +225,9 @@ class WeightedView:
     def identity(self) -> str:
         """Of the inner view, the weights and how they are used."""
         how = "drawn" if self.replacement else "drawn once"  # other words for other draws
-        return f"{self.inner.identity} weights={self.name!r} {how} epoch_rows={self.epoch_rows}"
+        told = f" set={self.later[-1].epoch}:{self.later[-1].digest}" if self.later else ""
+        rows = f"epoch_rows={self.epoch_rows}"
+        return f"{self.inner.identity} weights={self.name!r} {how} {rows}{told}"
 
     @property
     def orders_rows(self) -> bool:
@@ -216,11 +238,12 @@ class WeightedView:
     def num_bytes(self) -> int:
         """Eight bytes a row, those of the epochs that are kept, and those of the inner view."""
         drawn = sum(rows.nbytes for rows in list(self._drawn.values()))
-        return self.inner.num_bytes + self.table.values.nbytes + drawn
+        tables = (self.table, *(each.table for each in self.later))
+        return self.inner.num_bytes + sum(each.values.nbytes for each in tables) + drawn
 
     def num_slots(self, epoch: int) -> int:
         """``epoch_rows``; 0 where there is no row."""
-        return self.epoch_rows if len(self.table) else 0
+        return self._of(epoch)[1] if len(self.table) else 0
 
     def samples(self, slots: Int64Array, epoch: int) -> Samples:
         """The rows of slots."""
@@ -228,16 +251,24 @@ class WeightedView:
             return self.inner.samples(slots, epoch)
         if not self.replacement:
             return self.inner.samples(np.take(self._rows(epoch), slots).astype(np.int64), epoch)
+        sums = self._of(epoch)[0].values
         words = splitmix64(slots.astype(np.uint64) + np.uint64(1), self._key(epoch))
-        points = _below(words, int(self.table.values[-1]))
-        at = np.searchsorted(self.table.values, points, side="right")
+        at = np.searchsorted(sums, _below(words, int(sums[-1])), side="right")
         return self.inner.samples(at, epoch)
+
+    def _of(self, epoch: int) -> tuple[Numbers, int]:
+        """The table of an epoch, and its slots."""
+        for each in reversed(self.later):
+            if each.epoch <= epoch:
+                return each.table, each.epoch_rows
+        return self.table, self.epoch_rows
 
     def _rows(self, epoch: int) -> npt.NDArray[np.unsignedinteger[Any]]:
         """The slots of the inner view that an epoch without replacement has, ascending."""
         rows = self._drawn.get(epoch)
         if rows is None:
-            rows = successive_sample(self.table.values, self.epoch_rows, self._key(epoch))
+            table, count = self._of(epoch)
+            rows = successive_sample(table.values, count, self._key(epoch))
             self._drawn[epoch] = rows
             for old in list(self._drawn)[:-_EPOCHS_KEPT]:
                 self._drawn.pop(old, None)

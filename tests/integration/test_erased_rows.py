@@ -6,6 +6,7 @@ import json
 import random
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -149,6 +150,59 @@ def test_an_older_state_gives_each_row_that_is_left_once(
     assert {*shared} == {*rest}
     dataset.set_epoch(1)
     assert not {*rows_of(dataset)} & gone
+
+
+@pytest.mark.parametrize("replacement", [False, True])
+def test_even_weights_need_no_values_that_are_gone(
+    nodes: LocalCluster, erasing: Erasing, replacement: bool
+) -> None:
+    view = View(weights="1", replacement=replacement, epoch_rows=30)
+    dataset = reader(nodes, view=view)
+    batches = iter(dataset)
+    given = Counter(rows_of(batches, 2))
+    state = json.loads(json.dumps(dataset.state_dict()))
+    gone = [*range(0, ROWS, 4)]
+    erasing.erase("rows", gone)
+
+    due = Counter(rows_of(reader(nodes, view=view)))
+    ranks = [reader(nodes, view=view, rank=rank, world_size=2) for rank in range(2)]
+    for resumed in ([reader(nodes, view=view)], ranks):
+        for each in resumed:
+            each.load_state_dict(state)
+        rest = Counter(row for each in resumed for row in rows_of(each))
+        assert not {*rest} & {*gone}
+        assert {*rest} == {*(due - given)}
+    with pytest.raises(ConfigError, match="rows were erased since"):
+        other = reader(nodes, view=VIEWS["weights"])
+        other.load_state_dict({**state, "fingerprint": other.fingerprint})
+
+
+def test_weights_that_training_set_stay_when_rows_are_erased(
+    nodes: LocalCluster, erasing: Erasing
+) -> None:
+    view = View(weights="1", replacement=False, epoch_rows=30)
+    options: dict[str, Any] = {"view": view, "job": "erased-weights"}
+    dataset = reader(nodes, **options)
+    dataset.set_weights(1, range(ROWS), np.arange(ROWS) % 7)
+    dataset.set_epoch(1)
+    whole = rows_of(dataset)
+    dataset.set_epoch(0)
+    dataset.set_epoch(1)
+    batches = iter(dataset)
+    begun = rows_of(batches, 2)
+    state = json.loads(json.dumps(dataset.state_dict()))
+    gone = {*range(0, ROWS, 4)}
+    erasing.erase("rows", sorted(gone))
+
+    rest = [row for row in whole[len(begun) :] if row not in gone]
+    assert begun == whole[: len(begun)]
+    resumed = reader(nodes, batch_size=2, **options)
+    resumed.load_state_dict(state)
+    assert rows_of(resumed) == rest
+    anew = reader(nodes, **options)
+    anew.set_weights(1, [], [], keep_sealed=True)
+    anew.set_epoch(1)
+    assert not {*rows_of(anew)} & gone
 
 
 def test_conditions_on_values_that_are_gone_are_known_from_the_state(

@@ -44,6 +44,7 @@ PURE_MODULES = (
     "cache_client/views/packing.py",
     "cache_client/views/patterns.py",
     "cache_client/views/sampling.py",
+    "cache_client/views/set_weights.py",
     "cache_client/views/splits.py",
     "cache_client/views/successive.py",
     "cache_client/views/view.py",

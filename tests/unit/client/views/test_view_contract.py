@@ -8,6 +8,7 @@ import pickle
 import pkgutil
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -74,6 +75,13 @@ def weighted(size: int, replacement: bool = True, column: str = "w") -> view.Slo
     table, even, _ = sampling.weight_table(numbers(size) / 8.0, replacement=replacement)
     rows = size if replacement else even
     return sampling.WeightedView(view.PlainView(size), Shared(table), column, replacement, rows, 3)
+
+
+def set_later(size: int, digest: str = "d") -> view.SlotView:
+    base = weighted(size, replacement=False)
+    table, even, _ = sampling.weight_table(numbers(size) % 5 + 1.0, replacement=False)
+    later = sampling.SetTable(1, digest, Shared(table), even)
+    return replace(base, later=(later,), epochs="any size")  # type: ignore[type-var]
 
 
 def buckets(size: int, bucket_rows: int = 4, column: str = "n") -> view.SlotView:
@@ -146,6 +154,10 @@ CASES: dict[str, tuple[Make, tuple[Make, ...]]] = {
     "balanced": (balanced, (partial(balanced, column="other"),)),
     "weighted": (weighted, (partial(weighted, column="other"),)),
     "weighted once": (partial(weighted, replacement=False), (weighted,)),
+    "weighted by training": (
+        set_later,
+        (partial(set_later, digest="e"), partial(weighted, replacement=False)),
+    ),
     "length buckets": (buckets, (partial(buckets, bucket_rows=5), partial(buckets, column="m"))),
     "packed and cut": (packed, (partial(packed, length=15), partial(packed, column="m"))),
     "packed whole": (partial(packed, cut=False), (packed,)),
