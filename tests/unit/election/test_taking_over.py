@@ -114,12 +114,12 @@ def test_a_load_goes_on_in_the_next_term(lead: Lead, source: Path) -> None:
 
 
 def test_nodes_that_were_lost_with_the_coordinator_are_soon_known_to_be(
-    objects: ClusterObjects, source: Path
+    objects: ElectionStore, source: Path
 ) -> None:
     clock = Clock()
 
     def make(_: Catalogue, term: int) -> Coordinator:
-        return make_coordinator(KubernetesStore(objects, lambda: True, lambda: None), clock)
+        return make_coordinator(SharedCatalogue(objects, lambda: True, lambda: None), clock)
 
     with Coordinating(make, NO_CREDENTIALS) as own:
         first = own.begin(Catalogue(Path("unused")))
