@@ -365,4 +365,4 @@ def test_batches_have_the_numbers_of_their_rows(reader: Reader, batch_format: An
     with pytest.raises(ConfigError, match="row_ids adds a column 'row'"):
         reader(reading=Reading(row_ids="row"))
     with pytest.raises(ConfigError, match="source 'a' has row_ids"):
-        CacheMixture({"a": reader(batch_format=batch_format)})
+        CacheMixture({"a": (reader(batch_format=batch_format), 1)})
