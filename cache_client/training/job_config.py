@@ -210,6 +210,7 @@ def checked_config(
         problems += asked.problems_with(batch_format=batch_format, stacks=bool(stack))
     if not isinstance(fetched, Reading):
         problems.append(f"reading must be a Reading, got {reading!r}")
+        fetched = Reading()
     problems += decode_problems(decode, batch_format) + nulls_problems(nulls)
     if audit not in AUDIT_MODES:
         problems.append(f"audit must be one of {', '.join(AUDIT_MODES)}, got {audit!r}")

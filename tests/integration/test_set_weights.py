@@ -15,8 +15,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from cache_client import CacheClient, CacheIterableDataset, Reading, View
+from cache_client import CacheClient, CacheIterableDataset, CacheMixture, Reading, View
 from cache_client import __main__ as program
+from cache_client.views.sampling import WeightedView
 from cache_protocol.errors import ConfigError, NotReadyError, StaleVersionError
 from cache_server import LocalCluster
 from tests.waiting import wait_until
@@ -132,6 +133,9 @@ def test_states_resume_on_other_ranks_and_workers(reader: Reader) -> None:
     resumed = reader(batch_size=5)
     resumed.load_state_dict(inside)
     assert ids_of(resumed.loader(num_workers=2)) == whole[2 * 2 * BATCH :]
+    resumed.set_weights(3, whole, np.zeros(len(whole)))
+    resumed.set_epoch(3)
+    assert resumed.num_samples and not {*ids_of(resumed)} & {*whole}
     begun = reader()
     begun.load_state_dict(at_end[0])
     begun.set_epoch(begun.epoch)
@@ -156,6 +160,23 @@ def test_a_rank_that_does_not_report_is_named_and_the_next_start_goes_on(reader:
     expected.set_epoch(1)
     assert not set(ids_of(expected)) & {1}  # 1 % 3 == 1, so it was switched off; 4 stayed
     assert again[0].state_dict()["set_weights"] == again[1].state_dict()["set_weights"]
+
+
+def test_reports_of_a_start_that_was_killed_do_not_count(
+    reader: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    with pytest.raises(NotReadyError, match="wait for rank 1 of 2"):
+        reader(rank=0, world_size=2).set_weights(1, [4, 6], [0.0, 0.0], timeout_s=0.2)
+
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    ranks = [reader(rank=rank, world_size=2) for rank in range(2)]
+    together(ranks, 1, [[3], [7]])
+    view = ranks[0].slots
+    assert isinstance(view, WeightedView)
+    weights = np.array(view.later[-1].table.values)
+    assert (weights[[3, 7]] == [weights[4] / FIRST[4] / 4, 0]).all()
+    assert (weights[[4, 6]] / FIRST[[4, 6]] == weights[5] / FIRST[5]).all()
 
 
 def test_weights_that_were_set_stay_and_a_later_start_can_go_on_with_them(reader: Reader) -> None:
@@ -343,3 +364,5 @@ def test_batches_have_the_numbers_of_their_rows(reader: Reader, batch_format: An
         reader(view=View(pack="row", sequence_length=4))
     with pytest.raises(ConfigError, match="row_ids adds a column 'row'"):
         reader(reading=Reading(row_ids="row"))
+    with pytest.raises(ConfigError, match="source 'a' has row_ids"):
+        CacheMixture({"a": (reader(batch_format=batch_format), 1)})
