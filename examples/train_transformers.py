@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +19,10 @@ import torch.distributed as dist
 import torch.distributed.nn  # before the group: see "The end of a rank" in README.md
 from accelerate.utils import gather_object, is_deepspeed_available
 from torch import nn
-from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
-from cache_client import CacheIterableDataset
+from cache_client import CacheIterableDataset, TrainsFromCache
 
 if is_deepspeed_available():
     import deepspeed  # noqa: F401  # before the group too: accelerate imports it if it is installed
@@ -32,22 +30,12 @@ if is_deepspeed_available():
 FEATURES = ["quantity", "discount", "tax", "part"]
 
 
-class CacheTrainer(Trainer):
-    """A Trainer that takes the batches of the cache unchanged."""
-
-    train_dataset: CacheIterableDataset
+class CacheTrainer(TrainsFromCache, Trainer):
+    """A Trainer with batches of the cache, and its positions in checkpoints."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.keys: list[torch.Tensor] = []  # of the rows that this rank saw in the epoch
-
-    def get_train_dataloader(self) -> DataLoader[Any]:
-        """A loader of ready batches; the dataset refuses Trainer's own, which collates again."""
-        return self.train_dataset.loader(num_workers=self.args.dataloader_num_workers)
-
-    def num_examples(self, dataloader: DataLoader[Any]) -> int:
-        """Counts rows, for the speeds that the Trainer prints."""
-        return self.train_dataset.num_rows
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *_: Any, **__: Any) -> Any:
         """The mean squared error of a batch."""
@@ -56,25 +44,21 @@ class CacheTrainer(Trainer):
 
 
 class CacheCallback(TrainerCallback):
-    """Keeps the state of the dataset in checkpoints, and checks the rows at the end of epochs."""
+    """Keeps the rows that were seen in checkpoints, and checks them at the end of epochs."""
 
     def __init__(self, trainer: CacheTrainer, checkpoint: str | None, stop_after: int | None):
         self.trainer, self.checkpoint, self.stop_after = trainer, checkpoint, stop_after
         self.complete = True
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        """Continues from the checkpoint, after the Trainer counted the steps of an epoch."""
+        """Continues from the checkpoint."""
         if self.checkpoint:
-            state = json.loads(Path(self.checkpoint, "dataset.json").read_text(encoding="utf-8"))
-            self.trainer.train_dataset.load_state_dict(state)
             self.trainer.keys = torch.load(self._keys_file(self.checkpoint))
 
     def on_save(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
-        """Adds the state to what the Trainer saved. It is the same on every rank."""
+        """Adds the rows of this rank to what the Trainer saved."""
         checkpoint = f"{args.output_dir}/checkpoint-{state.global_step}"
         position = self.trainer.train_dataset.state_dict()
-        if state.is_world_process_zero:
-            Path(checkpoint, "dataset.json").write_text(json.dumps(position), encoding="utf-8")
         # After the last step, the next start begins with the next epoch.
         rest = position["rows_consumed"] < self.trainer.train_dataset.num_rows
         keys = self.trainer.keys if rest else []
@@ -131,10 +115,6 @@ def train(arguments: argparse.Namespace) -> bool:
         num_train_epochs=arguments.epochs,
         per_device_train_batch_size=arguments.batch_size,
         learning_rate=3e-3,
-        # The dataset resumes; without this the Trainer would drop the same batches again. The
-        # Trainer counts a resumed epoch from 0, so gradient_accumulation_steps must divide the
-        # steps.
-        ignore_data_skip=True,
         save_strategy="no",
         logging_strategy="epoch",
         ddp_find_unused_parameters=False,
