@@ -23,10 +23,11 @@ from typing import Any
 import chats
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import torch.distributed.nn  # before the group: see "The end of a rank" in README.md
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load as load_parts
+from torch.distributed.checkpoint.state_dict_saver import save as save_parts
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 
@@ -106,7 +107,7 @@ def save(checkpoint: Path, model: nn.Module, optimizer: Any, dataset: CacheItera
     """Each rank writes its part of the model; the position of the dataset is the same on each."""
     weights, moments = get_state_dict(model, optimizer)
     state = {"model": weights, "optimizer": moments, "dataset": json.dumps(dataset.state_dict())}
-    dcp.save(state, checkpoint_id=checkpoint)
+    save_parts(state, checkpoint_id=checkpoint)
 
 
 def restore(
@@ -114,8 +115,8 @@ def restore(
 ) -> None:
     """Each rank reads its part, also of a checkpoint of more ranks."""
     weights, moments = get_state_dict(model, optimizer)
-    state = {"model": weights, "optimizer": moments, "dataset": ""}
-    dcp.load(state, checkpoint_id=checkpoint)
+    state: dict[str, Any] = {"model": weights, "optimizer": moments, "dataset": ""}
+    load_parts(state, checkpoint_id=checkpoint)
     set_state_dict(
         model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
     )
@@ -131,7 +132,8 @@ def loss_of(model: nn.Module, batch: dict[str, Any]) -> Tensor:
     loss = functional.cross_entropy(
         logits[:, :-1].reshape(len(labels), -1), labels, reduction="sum"
     )
-    return loss * dist.get_world_size() / number
+    mean: Tensor = loss * dist.get_world_size() / number
+    return mean
 
 
 def documents(batch: dict[str, Any]) -> list[object]:
