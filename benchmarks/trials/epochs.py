@@ -411,7 +411,7 @@ class Case:
 
 
 def told_of_epochs(state: OrderState, wanted: Sequence[Wanted]) -> dict[int, list[tuple[int, int]]]:
-    """Epoch -> position and row of each time that is told of, by position."""
+    """Epoch -> what a state says: positions and rows, by position."""
     told: dict[int, list[tuple[int, int]]] = {}
     for each in wanted:
         for found in seen_by_state(access_to(ENDPOINT), state, each, batch_size=1, world_size=1):

@@ -59,7 +59,7 @@ _T = TypeVar("_T")
 
 
 def canary(user: int) -> bytes:
-    """The 16 bytes of a user; each half is found by itself."""
+    """The 16 bytes of a user; each half is found alone."""
     return b"%b0%04d%b1%04d" % (_MARK, user, _MARK, user)
 
 
@@ -75,7 +75,7 @@ def has_canary(data: bytes, users: set[int]) -> bool:
 
 
 class Table:
-    """The source: files of rows, some of which belong to users.
+    """The source: files of rows; some belong to users.
 
     Attributes:
         users: of each row, by id; -1: none.
