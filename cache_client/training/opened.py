@@ -34,6 +34,7 @@ from cache_client.view_options.open_view import make_view, read_shard_map
 from cache_client.views.amended import AmendedView
 from cache_client.views.view import LoggedView, PlainView, SlotView, view_fingerprint
 from cache_protocol.storage.layout import Layout
+from cache_protocol.storage.pace import Pace
 from cache_protocol.v1 import cache_pb2 as pb
 
 _MOST_OF_TEXT: Final = 100  # of a setting, in reports
@@ -98,6 +99,7 @@ class Opened:
         view_text: what is read other than each row once, see `cache_client.order.view_text`.
         left_out: rows that were erased since.
         observer: watches the passes of a process; reports are of one version.
+        pace: how many steps a window has, by the time that windows took.
     """
 
     name: str
@@ -110,6 +112,7 @@ class Opened:
     view_text: str
     left_out: LeftOut
     observer: PerProcess[Observer] = field(default_factory=PerProcess, compare=False)
+    pace: PerProcess[Pace] = field(default_factory=PerProcess, compare=False)
 
     @property
     def shards(self) -> ShardMap:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -93,6 +94,7 @@ def ask_for_window(
     audits: bool,
     pads: bool = False,
     given_up: Callable[[], bool],
+    note: Callable[[int, float], None] = lambda steps, seconds: None,
 ) -> Callable[[], Window]:
     """Asks for the rows of a run of steps; the result waits for them.
 
@@ -103,6 +105,7 @@ def ask_for_window(
         request, fetch: of a reader, see `Reader`.
         pads: every batch has as many rows, so another row takes the place of an erased one.
         given_up: whether nothing waits for the rows any more.
+        note: called with the steps and how long their rows took.
 
     Raises:
         NodeUnavailableError: naming the first step. Others as `Reader.fetch`.
@@ -134,15 +137,17 @@ def ask_for_window(
         span = tracing.begin_below(
             pass_.traceparent, "cache.window", step=step, rows=len(plan.samples.row_ids)
         )
+        begun = time.monotonic()
         with tracing.current(span):
             try:
                 wait = request(plan.samples.row_ids)
             except ErasedRowsError:  # learns of them where it waits
                 wait = partial(fetch, plan.samples.row_ids)
+        asking_s = time.monotonic() - begun
 
     def receive() -> Window:
         with _named(step), tracing.spanning(span):
-            made, answer, since = plan, wait, known
+            made, answer, since, begun = plan, wait, known, time.monotonic()
             while True:
                 try:
                     pieces = answer()
@@ -153,6 +158,7 @@ def ask_for_window(
                 since = opened.left_out.rows
                 made = planned(since)
                 answer = partial(fetch, made.samples.row_ids)
+            note(len(made.sizes), time.monotonic() - begun + asking_s)
             if job_view.lookups is not None:
                 pieces = job_view.lookups.extend(pieces, made.samples.row_ids)
             return made._replace(pieces=pieces)
@@ -190,15 +196,16 @@ def pass_batches(
     shared = SharedDigests(counts, pass_) if audits and pass_.in_worker else None
     steps = pass_.steps
     per_window = sizes.steps_per_window(reader.num_nodes)
+    pace = opened.pace.get(sizes.pace)
     ask = partial(
         ask_for_window, pass_, opened, rank, fetch=reader.fetch, audits=audits,
-        pads=config.pad_mask is not None, given_up=lambda: reader.is_closed,
+        pads=config.pad_mask is not None, given_up=lambda: reader.is_closed, note=pace.note,
     )  # fmt: skip
 
     def fetch(window: range) -> Window:
         return ask(lambda ids: partial(reader.fetch, ids), window)()
 
-    windows = step_windows(steps, per_window)
+    windows = step_windows(steps, lambda: pace.size(per_window))
     depth, on_wait = sizes.windows_ahead(per_window), observer.note_wait
     if reader.num_nodes and not sizes.in_streams and loading is None:
         results = ask_ahead(partial(ask, reader.request), windows, depth=depth, on_wait=on_wait)

@@ -31,10 +31,10 @@ class Files:
     def __init__(self, error: CacheError | None = None) -> None:
         self.error = error
 
-    def gather(self, row_ids: np.ndarray) -> pa.RecordBatch:
+    def gather(self, row_ids: np.ndarray) -> list[pa.RecordBatch]:
         if self.error is not None:
             raise self.error
-        return pa.record_batch({"row": row_ids})
+        return [pa.record_batch({"row": row_ids})]
 
 
 class Asking:
