@@ -192,8 +192,7 @@ class ResidentRows:
         Consecutive ids are slices of the mapped files. Other rows are copied.
 
         Args:
-            rows_per_message: the most rows of a batch; 0: no limit. Batches that come from a disk
-                have fewer.
+            rows_per_message: the most rows of a batch, fewer from a disk; 0: one batch has all.
 
         Raises:
             InvalidRowsError: for an id outside the dataset; before the first batch.
@@ -227,6 +226,9 @@ class ResidentRows:
             # Each shard costs some calls: gather enough rows at once for several of each shard.
             block = -(-max(step, _ROWS_PER_SHARD * len(self._shards)) // step) * step
         with self._damage_reported():
+            if not rows_per_message:
+                yield table.gather(row_ids, shard_of, selection)
+                return
             for batch in table.parts(row_ids, shard_of, selection, block):
                 for start in range(0, batch.num_rows, step):
                     yield batch.slice(start, step)
