@@ -1,13 +1,13 @@
 """How fast is a table read that is larger than the memory of its readers and its node?
 
-    python -m benchmarks.beyond_memory [--quick] [--rows 8000000] [--memory-mb 360] [--seconds 15]
+    python -m benchmarks.beyond_memory [--quick] [--rows 16000000] [--memory-mb 700] [--seconds 15]
 
 A node has its shards on a disk. It and each reader are in one memory cgroup (version 1 or 2, which
 needs root); pages of files count there, and are dropped before each reader. It reads one order for
 some seconds: in order, by blocks, shuffled, from the files and over Flight. Beside them is a plain
 read of the shard files by the same kind of process.
 
-Bytes are those that the disk of the shards has read for all processes: /proc/diskstats.
+Bytes are those that a disk has read for the node and the reader: /proc/PID/io.
 """
 
 from __future__ import annotations
@@ -18,24 +18,27 @@ import logging
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+
 from benchmarks.common import DATA, write_result
-from benchmarks.tables import FEATURES, ROW_BYTES, floats
-from cache_client import CacheClient, CacheIterableDataset, Connection, DatasetSpec
+from cache_client import CacheClient, CacheIterableDataset, Connection
 from cache_server import LocalCluster
 
 BATCH_SIZE = 1024
 BLOCK = 1024
 NAME = "floats"
+WIDTH = 34
+ROW_BYTES = 4 * WIDTH
+_BATCH_ROWS = 1 << 16
 _CGROUP = Path("/sys/fs/cgroup")
-_SECTOR = 512
 
 
 @dataclass(frozen=True)
@@ -105,12 +108,15 @@ def main() -> None:
     """Measures, prints and writes the result file."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a small table, some seconds a mode")
-    parser.add_argument("--rows", type=int, default=8_000_000)
-    parser.add_argument("--memory-mb", type=int, default=400, help="of node and reader together")
+    parser.add_argument("--rows", type=int, default=16_000_000)
+    parser.add_argument("--memory-mb", type=int, default=700, help="of node and reader together")
     parser.add_argument("--seconds", type=float, default=15.0, help="of each mode")
     parser.add_argument("--turns", type=int, default=1)
     parser.add_argument("--only", default="", help="modes whose names have this in them")
-    parser.add_argument("--folder", type=Path, default=DATA, help="on the disk to measure")
+    parser.add_argument(
+        "--cache-dir", type=Path, default=DATA / "beyond-memory",
+        help="on the disk to measure; the loaded table stays there for the next run",
+    )  # fmt: skip
     parser.add_argument("--reader", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.reader:
@@ -118,32 +124,28 @@ def main() -> None:
         return
     rows = 1_000_000 if arguments.quick else arguments.rows
     seconds = 3.0 if arguments.quick else arguments.seconds
-    source = floats(rows)
-    arguments.folder.mkdir(parents=True, exist_ok=True)
     outcomes: list[Outcome] = []
-    with tempfile.TemporaryDirectory(prefix="beyond-memory-", dir=arguments.folder) as name:
-        cache_dir = Path(name)
+    cache_dir = arguments.cache_dir / str(rows)
+    if not list(cache_dir.rglob("*.arrow")):
         with LocalCluster(1, cache_dir, insecure=True) as cluster:
-            CacheClient(cluster.endpoint).load(DatasetSpec(NAME, str(source)))
-        files = sorted(cache_dir.rglob("*.arrow"))
-        size = sum(file.stat().st_size for file in files)
-        print(
-            f"{rows:,} rows of {ROW_BYTES} bytes, {size / 1e9:.2f} GB in {len(files)} files; "
-            f"{arguments.memory_mb} MB of memory\n\n{HEAD}"
-        )
-        drop_pages(files)
-        with (
-            memory_group(arguments.memory_mb << 20) as group,
-            LocalCluster(1, cache_dir, insecure=True) as cluster,
-        ):
-            join(group, cluster.nodes[0].pid)
-            modes = [mode for mode in MODES if arguments.only in mode.name]
-            for mode in modes * arguments.turns:
-                empty(group)
-                outcome = run(mode, cluster.endpoint, files, group, seconds)
-                print(outcome, flush=True)
-                outcomes.append(outcome)
-            peak = peak_bytes(group)
+            CacheClient(cluster.endpoint).write(NAME, table_of(rows))
+    files = sorted(cache_dir.rglob("*.arrow"))
+    size = sum(file.stat().st_size for file in files)
+    print(
+        f"{rows:,} rows of {ROW_BYTES} bytes, {size / 1e9:.2f} GB in {len(files)} files; "
+        f"{arguments.memory_mb} MB of memory\n\n{HEAD}"
+    )
+    drop_pages(files)
+    with memory_group(arguments.memory_mb << 20) as group, ExitStack() as stack:
+        with inside(group):
+            cluster = stack.enter_context(LocalCluster(1, cache_dir, insecure=True))
+        modes = [mode for mode in MODES if arguments.only in mode.name]
+        for mode in modes * arguments.turns:
+            empty(group)
+            outcome = run(mode, cluster, files, group, seconds)
+            print(outcome, flush=True)
+            outcomes.append(outcome)
+        peak = peak_bytes(group)
     print(f"\npeak of the group: {peak / 1e6:.0f} MB")
     result = {
         "rows": rows, "num_bytes": size, "memory_bytes": arguments.memory_mb << 20,
@@ -153,19 +155,45 @@ def main() -> None:
     print(f"written to {write_result(name, result)}")
 
 
-def run(mode: Mode, endpoint: str, files: list[Path], group: Path, seconds: float) -> Outcome:
+def table_of(rows: int) -> pa.RecordBatchReader:
+    """Rows of float32, which begin with the number of the row, by its last 12 bits and the others.
+
+    The rest is noise that repeats.
+    """
+    schema = pa.schema([("features", pa.list_(pa.float32(), WIDTH))])
+    noise = np.random.default_rng(0).random((_BATCH_ROWS, WIDTH), np.float32)
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        for start in range(0, rows, _BATCH_ROWS):
+            ids = np.arange(start, min(start + _BATCH_ROWS, rows))
+            values = noise[: len(ids)].copy()
+            values[:, 0], values[:, 1] = ids & 0xFFF, ids >> 12
+            lists = pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), WIDTH)
+            yield pa.RecordBatch.from_arrays([lists], schema=schema)
+
+    return pa.RecordBatchReader.from_batches(schema, batches())
+
+
+def run(
+    mode: Mode, cluster: LocalCluster, files: list[Path], group: Path, seconds: float
+) -> Outcome:
     """Runs a reader in the group; what it saw."""
-    task = {**asdict(mode), "endpoint": endpoint, "files": [*map(str, files)], "seconds": seconds}
+    node = cluster.nodes[0].pid
+    task = {
+        **asdict(mode),
+        "endpoint": cluster.endpoint,
+        "files": [*map(str, files)],
+        "seconds": seconds,
+    }
     command = [sys.executable, "-m", "benchmarks.beyond_memory", "--reader", json.dumps(task)]
-    before = bytes_read(files[0])
-    process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        cwd=Path(__file__).resolve().parents[1],
-    )  # fmt: skip
-    join(group, process.pid)
+    before = bytes_read(node)
+    with inside(group):
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).resolve().parents[1]
+        )
     limit_s = 4 * seconds + 60
     try:
-        out, _ = process.communicate("begin\n", timeout=limit_s)
+        out, _ = process.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
         process.kill()
         process.communicate()
@@ -173,17 +201,16 @@ def run(mode: Mode, endpoint: str, files: list[Path], group: Path, seconds: floa
     outcome = Outcome(**json.loads(out.splitlines()[-1] if out else json.dumps(
         {"name": mode.name, "error": f"the reader ended with {process.returncode}"}
     )))  # fmt: skip
-    outcome.read_bytes = bytes_read(files[0]) - before
+    outcome.read_bytes += bytes_read(node) - before
     return outcome
 
 
 def read(task: Mapping[str, Any]) -> None:
     """A reader: reads for some seconds, and prints what it saw as JSON."""
-    sys.stdin.readline()  # until it is in the group
     outcome = Outcome(task["name"])
     counter = _Counter()
     logging.getLogger().addHandler(counter)
-    begun = time.perf_counter()
+    before, begun = bytes_read("self"), time.perf_counter()
     try:
         source = _bytes(task["files"]) if task["order"] is None else _batches(task)
         since = begun
@@ -199,6 +226,7 @@ def read(task: Mapping[str, Any]) -> None:
     except Exception as error:  # the point of some modes
         outcome.error = f"{type(error).__name__}: {error}"
     outcome.warnings = counter.num
+    outcome.read_bytes = bytes_read("self") - before
     print(json.dumps(asdict(outcome)))
     sys.stdout.flush()
     os._exit(0)
@@ -209,7 +237,6 @@ def _batches(task: Mapping[str, Any]) -> Iterator[int]:
         NAME,
         cache=Connection(task["endpoint"], local=task["local"]),
         batch_size=BATCH_SIZE,
-        stack={"features": FEATURES},
         **task["order"],
     )
     for batch in dataset:
@@ -258,38 +285,53 @@ def empty(group: Path) -> None:
         (group / name).write_text(text)
 
 
-def bytes_read(file: Path) -> int:
-    """That the disk of a file has read since the machine started."""
-    device = os.stat(file).st_dev
-    number = [str(os.major(device)), str(os.minor(device))]
-    for line in Path("/proc/diskstats").read_text().splitlines():
-        fields = line.split()
-        if fields[:2] == number:
-            return int(fields[5]) * _SECTOR
-    raise LookupError(f"no disk {':'.join(number)} in /proc/diskstats")
+def bytes_read(pid: int | str) -> int:
+    """That disks have read for a process."""
+    lines = Path(f"/proc/{pid}/io").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes:"))
+
+
+def own_group() -> Path:
+    """The control group of this process that may have a memory limit."""
+    found = _CGROUP
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if "memory" in controllers.split(","):
+            return _CGROUP / "memory" / path.lstrip("/")
+        if not controllers:
+            found = _CGROUP / path.lstrip("/")
+    return found
 
 
 @contextmanager
 def memory_group(limit_bytes: int) -> Iterator[Path]:
     """A control group with a memory limit; its processes are moved out at the end."""
-    v1 = _CGROUP / "memory"
-    root, name = (v1, "memory.limit_in_bytes") if v1.is_dir() else (_CGROUP, "memory.max")
-    group = root / f"beyond-memory-{os.getpid()}"
+    above = own_group()
+    group = above / f"beyond-memory-{os.getpid()}"
     group.mkdir()
     try:
-        (group / name).write_text(str(limit_bytes))
+        limits = (group / "memory.limit_in_bytes", group / "memory.max")
+        next(file for file in limits if file.exists()).write_text(str(limit_bytes))
         yield group
     finally:
         for pid in (group / "cgroup.procs").read_text().split():
-            join(root, int(pid))
+            join(above, int(pid))
         group.rmdir()
 
 
+@contextmanager
+def inside(group: Path) -> Iterator[None]:
+    """Processes that this one starts meanwhile are in a group."""
+    before = own_group()
+    join(group, os.getpid())
+    try:
+        yield
+    finally:
+        join(before, os.getpid())
+
+
 def join(group: Path, pid: int) -> None:
-    """Moves a process into a group, with the memory that it has where that is possible."""
-    move = group / "memory.move_charge_at_immigrate"
-    if move.exists():
-        move.write_text("3")
+    """Moves a process into a group, without the memory that it has."""
     (group / "cgroup.procs").write_text(str(pid))
 
 

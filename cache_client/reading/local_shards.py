@@ -195,7 +195,7 @@ class LocalShards:
                     self._starts,
                     self._num_rows,
                     only=[index for index, _ in selection.picks if index is not None],
-                    disk=DiskReads.of_files(path, self._num_bytes),
+                    disk=DiskReads.of_files(path, self._num_bytes, sum(self._num_rows)),
                 )
             self._table.attach(shard, mapped)
         except (OSError, ValueError, pa.ArrowException, NotReadyError) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing, contextmanager
@@ -24,7 +25,7 @@ from cache_client.order.erased import NO_ROWS
 from cache_client.order.order import StepPlan, step_windows
 from cache_client.order.permutation import Int64Array
 from cache_client.reading.counts import ReadCounts, SharedCounts
-from cache_client.reading.fetch_ahead import FETCH_THREADS, ask_ahead, fetch_ahead
+from cache_client.reading.fetch_ahead import FETCH_THREADS, LATE_S, ask_ahead, fetch_ahead
 from cache_client.reading.rows import Rows, cut, join
 from cache_client.reading.window_sizes import WindowSizes
 from cache_client.training.job_config import JobConfig
@@ -35,6 +36,8 @@ from cache_client.views.view import NO_SHUFFLE, Samples
 from cache_protocol.errors import ErasedRowsError, NodeUnavailableError
 from cache_protocol.storage.row_sets import among
 from cache_protocol.wire import tracing
+
+logger = logging.getLogger(__name__)
 
 
 class Window(NamedTuple):
@@ -207,8 +210,27 @@ def pass_batches(
 
     windows = step_windows(steps, lambda: pace.size(per_window))
     depth, on_wait = sizes.windows_ahead(per_window), observer.note_wait
+
+    said = loading is not None  # where waiting is what it does
+
+    def on_late() -> None:
+        nonlocal said
+        if not said:
+            said = True
+            logger.warning(
+                "no batch of %r for %g s: %s. From a disk, random rows come slowly: read blocks of "
+                "rows (shuffle_block_size=1024), or give the cache more memory",
+                opened.name,
+                LATE_S,
+                "its nodes bring rows slowly, or not at all"
+                if reader.num_nodes
+                else "its files on this machine are read slowly",
+            )
+
     if reader.num_nodes and not sizes.in_streams and loading is None:
-        results = ask_ahead(partial(ask, reader.request), windows, depth=depth, on_wait=on_wait)
+        results = ask_ahead(
+            partial(ask, reader.request), windows, depth=depth, on_wait=on_wait, on_late=on_late
+        )
     else:  # two threads share the work of files, and wait for rows that are not loaded
         results = fetch_ahead(
             fetch,
@@ -216,6 +238,7 @@ def pass_batches(
             depth=depth,
             threads=1 if sizes.in_streams else FETCH_THREADS,
             on_wait=on_wait,
+            on_late=on_late,
         )
     # Closed also where an error of the transform is kept, and this with it.
     with closing(results), _BatchSpans(pass_, rank) as spans:

@@ -204,14 +204,18 @@ def bring(ranges: npt.NDArray[np.int64]) -> None:
         ranges: ``[ranges, 2]``: address and bytes; addresses are multiples of the page size.
     """
     call = _c_function("syscall", _OFFSET, _OFFSET, _POINTER, _SIZE, _OFFSET, _OFFSET)
-    madvise = _c_function("madvise", _POINTER, _SIZE, _INT)
     process = _handle_of(os.getpid())
     for at in range(0, len(ranges), _MOST_RANGES):
         some = np.ascontiguousarray(ranges[at : at + _MOST_RANGES])
         done = call(_PROCESS_MADVISE, process, some.ctypes.data, len(some), _MADV_WILLNEED, 0)
         if done != int(some[:, 1].sum()):  # an older kernel refuses it
             for address, size in some.tolist():
-                madvise(address, size, _MADV_WILLNEED)
+                bring_run(address, size)
+
+
+def bring_run(address: int, size: int) -> None:
+    """As `bring`, for one range; ``address`` is a multiple of the page size."""
+    _c_function("madvise", _POINTER, _SIZE, _INT)(address, size, _MADV_WILLNEED)
 
 
 @functools.cache
