@@ -49,6 +49,7 @@ from cache_protocol.storage.virtual_memory import (
 )
 
 MAPS_PER_COLUMN = 2  # of each shard: its rows, and the gap before them
+_AHEAD_BYTES = 16 * 1024 * 1024  # read ahead of rows in the order of the table
 _FEW_ROWS = 64  # to look at how they came would take longer than to take them
 _MAX_ADDRESSES = 2**44  # of a column; a process has 2**47, for all columns
 
@@ -109,12 +110,14 @@ class MappedTable:
     ) -> Iterator[pa.RecordBatch]:
         """Gathers rows as stored batches of at most ``most`` rows, as `gather`.
 
-        Rows that come from a disk are fewer at once, so that each batch takes a fraction of a
-        second.
+        Random rows that come from a disk are fewer at once, so that each batch takes a fraction of
+        a second.
         """
-        at = 0
+        at, disk = 0, self._disk
+        if disk is not None and disk.is_exact and are_consecutive(row_ids):
+            disk = None
         while at < len(row_ids):
-            stop = at + (most if self._disk is None else self._disk.rows_at_once(most))
+            stop = at + (most if disk is None else disk.rows_at_once(most))
             yield self.gather(row_ids[at:stop], shard_of[at:stop], selection)
             at = stop
 
@@ -357,7 +360,11 @@ class _MappedColumn:
             self._addresses.without_read_ahead()
         first = int(self._matrix.ctypes.data)
         starts = self._places(row_ids, shard_of) * self._row_bytes + first
-        return page_runs(starts, self._row_bytes, mmap.PAGESIZE)
+        runs = page_runs(starts, self._row_bytes, mmap.PAGESIZE)
+        if are_consecutive(row_ids):  # others that follow them come next
+            left = self._addresses.start + self._addresses.size - int(runs[-1].sum())
+            runs[-1, 1] += max(0, min(_AHEAD_BYTES, left))
+        return runs
 
     def _places(self, row_ids: Ids, shard_of: Indices) -> Ids:
         """The rows of the matrix."""

@@ -8,7 +8,7 @@ import numpy.typing as npt
 Addresses = npt.NDArray[np.int64]
 
 PAGE_BYTES = 4096
-_GAP_BYTES = 16 * 1024  # read with its neighbours: that takes no longer than another request
+_GAP_BYTES = 8 * 1024  # read with its neighbours: that takes no longer than another request
 
 
 def page_runs(starts: Addresses, stops: Addresses | int, page: int = PAGE_BYTES) -> Addresses:
