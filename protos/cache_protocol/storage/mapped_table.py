@@ -49,7 +49,6 @@ from cache_protocol.storage.virtual_memory import (
 )
 
 MAPS_PER_COLUMN = 2  # of each shard: its rows, and the gap before them
-_AHEAD_BYTES = 16 * 1024 * 1024  # read ahead of rows in the order of the table
 _FEW_ROWS = 64  # to look at how they came would take longer than to take them
 _MAX_ADDRESSES = 2**44  # of a column; a process has 2**47, for all columns
 
@@ -113,9 +112,7 @@ class MappedTable:
         Random rows that come from a disk are fewer at once, so that each batch takes a fraction of
         a second.
         """
-        at, disk = 0, self._disk
-        if disk is not None and disk.is_exact and are_consecutive(row_ids):
-            disk = None
+        at, disk = 0, None if self._is_run(row_ids) else self._disk
         while at < len(row_ids):
             stop = at + (most if disk is None else disk.rows_at_once(most))
             yield self.gather(row_ids[at:stop], shard_of[at:stop], selection)
@@ -135,7 +132,11 @@ class MappedTable:
             DamagedShardError: an offset of a string or list lies outside of its column.
         """
         disk = self._disk
-        if disk is None or (len(row_ids) < _FEW_ROWS and not disk.is_exact):
+        if (
+            disk is None
+            or self._is_run(row_ids)
+            or not (disk.is_exact or len(row_ids) >= _FEW_ROWS)
+        ):
             return self._gather(row_ids, shard_of, selection)
         begun, before = time.monotonic(), bytes_from_disk()
         if disk.is_exact and disk.is_cold:
@@ -143,6 +144,28 @@ class MappedTable:
         batch = self._gather(row_ids, shard_of, selection)
         disk.note(len(row_ids), bytes_from_disk() - before, time.monotonic() - begun)
         return batch
+
+    def _is_run(self, row_ids: Ids) -> bool:
+        """Whether rows come by the maps of the shards, which keep the read-ahead of the kernel."""
+        return (
+            self._disk is not None
+            and self._disk.is_exact
+            and len(row_ids) >= _FEW_ROWS
+            and are_consecutive(row_ids)
+        )
+
+    def _run(self, index: int, row_ids: Ids, shard_of: Indices) -> Matrix:
+        """A copy of consecutive rows of a packed or matrix column."""
+        first, stop = int(row_ids[0]), int(row_ids[-1]) + 1
+        parts = [
+            shard.matrices[index][max(0, first - start) : stop - start]
+            for position in range(int(shard_of[0]), int(shard_of[-1]) + 1)
+            if (shard := self._shards[position]) is not None
+            for start in [int(self._starts[position])]
+        ]
+        found = pool_matrix(len(row_ids), parts[0].shape[1], parts[0].dtype)
+        np.concatenate(parts, out=found)
+        return found
 
     def _bring(self, row_ids: Ids, shard_of: Indices, selection: Selection) -> None:
         """Asks for the pages of some rows together."""
@@ -153,6 +176,7 @@ class MappedTable:
     def _gather(self, row_ids: Ids, shard_of: Indices, selection: Selection) -> pa.RecordBatch:
         plain = any(column.kind == "plain" for column in selection.layout.columns)
         by_shard = self._by_shard(row_ids, shard_of) if plain else None
+        is_run = self._is_run(row_ids)
         arrays: list[pa.Array] = []
         for pick, (index, _) in enumerate(selection.picks):
             wanted = selection.layout.columns[pick]
@@ -162,6 +186,8 @@ class MappedTable:
                 continue
             if index is None:
                 rows = selection.no_nulls(len(row_ids))
+            elif is_run and wanted.kind != "nulls":
+                rows = self._run(index, row_ids, shard_of)
             else:
                 rows = self._columns[index].gather(row_ids, shard_of)
             arrays.append(from_matrix(selection.narrow(pick, rows), wanted.field))
@@ -360,11 +386,7 @@ class _MappedColumn:
             self._addresses.without_read_ahead()
         first = int(self._matrix.ctypes.data)
         starts = self._places(row_ids, shard_of) * self._row_bytes + first
-        runs = page_runs(starts, self._row_bytes, mmap.PAGESIZE)
-        if are_consecutive(row_ids):  # others that follow them come next
-            left = self._addresses.start + self._addresses.size - int(runs[-1].sum())
-            runs[-1, 1] += max(0, min(_AHEAD_BYTES, left))
-        return runs
+        return page_runs(starts, self._row_bytes, mmap.PAGESIZE)
 
     def _places(self, row_ids: Ids, shard_of: Indices) -> Ids:
         """The rows of the matrix."""
