@@ -25,6 +25,7 @@ from pydantic_core import ErrorDetails
 
 from cache_protocol.datasets.dataset_spec import parse_bytes
 from cache_protocol.errors import ConfigError
+from cache_protocol.storage.machine import MACHINE_BYTES, is_in_memory, memory_limit_bytes
 from cache_protocol.storage.memory_budget import (
     MIN_SHARD_BYTES,
     NodeMemory,
@@ -37,7 +38,6 @@ from cache_protocol.wire.credentials import Credentials
 from cache_server.auth.etcd import Etcd
 from cache_server.auth.kubernetes import Cluster
 from cache_server.auth.namespace_shares import NamespaceShare, parse_share
-from cache_server.machine import MACHINE_BYTES, is_in_memory, memory_limit_bytes
 
 _HOST_PORT = re.compile(
     r"(?:grpc(?:\+tls)?://)?(?P<host>[^\s:/]+|\[[0-9a-fA-F:]+\]):(?P<port>\d{1,5})"

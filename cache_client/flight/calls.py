@@ -8,7 +8,7 @@ program at its end. Here both threads only use a queue that is written in C.
 from __future__ import annotations
 
 from collections.abc import Callable
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
 _T = TypeVar("_T")
@@ -43,9 +43,18 @@ class Call(Generic[_T]):
         """Whether the outcome is there, and `wait` would not wait."""
         return not self._outcome.empty()
 
-    def wait(self) -> _T:
-        """Waits for the call, then returns or raises what it did."""
-        return self._outcome.get()()
+    def wait(self, late_s: float | None = None, on_late: Callable[[], object] = int) -> _T:
+        """Waits for the call, then returns or raises what it did.
+
+        Args:
+            late_s: after which ``on_late`` is called once; None: never.
+        """
+        try:
+            outcome = self._outcome.get(timeout=late_s)
+        except Empty:
+            on_late()
+            outcome = self._outcome.get()
+        return outcome()
 
 
 class _Raise:

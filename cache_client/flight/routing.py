@@ -156,6 +156,14 @@ class Part:
     positions: Indices | None
     row_ids: Ids
 
+    def divided(self, num_rows: int) -> tuple[Part, Part]:
+        """Its first rows, and the others."""
+        positions = np.arange(len(self.row_ids)) if self.positions is None else self.positions
+        return (
+            Part(self.node, positions[:num_rows], self.row_ids[:num_rows]),
+            Part(self.node, positions[num_rows:], self.row_ids[num_rows:]),
+        )
+
 
 @dataclass
 class Router:

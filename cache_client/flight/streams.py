@@ -25,6 +25,7 @@ from cache_protocol.storage.row_index import Ids
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.wire import tracing
 
+_EARLY_S = 0.5  # before its time limit a stream may end by it
 _ROW_SCHEMA = pa.schema([pa.field("row", pa.int64())])
 
 
@@ -43,6 +44,7 @@ class GatherStream:
             ends, cancel=lambda ends: ends[1].cancel(), release=lambda ends: ends[0].close()
         )
         self._usable_until, self._ends_at = usable_until, ends_at
+        self._heard_at = time.monotonic()  # from the node
         fork_gate.add(self)
 
     @property
@@ -69,6 +71,9 @@ class GatherStream:
     def receive(self, num_rows: int) -> list[pa.RecordBatch]:
         """The answer to the oldest request, which asked for ``num_rows`` rows: stored batches.
 
+        They have fewer rows if the stream came to its end while messages came: the node is slow,
+        and did not fail. The stream is closed then.
+
         Raises:
             ConnectionClosedError: the stream was closed, or ended before this call.
             CacheError: the reason of the node, or what broke the stream.
@@ -78,12 +83,25 @@ class GatherStream:
         batches: list[pa.RecordBatch] = []
         missing = num_rows
         while missing > 0:
-            with self._in_use():
-                batches.append(self._ends.value[1].read_chunk().data)
+            try:
+                with self._in_use():
+                    batches.append(self._ends.value[1].read_chunk().data)
+            except NodeUnavailableError:
+                if not self._was_cut_short():
+                    raise
+                self.close()
+                return batches
+            self._heard_at = time.monotonic()
             missing -= batches[-1].num_rows
-        if missing:
+        if missing < 0:
             raise CacheError(f"{self._name} brought {-missing} rows more than {num_rows}")
         return batches
+
+    def _was_cut_short(self) -> bool:
+        """Whether the time limit of the stream ended it, and not a node that says nothing."""
+        now, silence_s = time.monotonic(), self._ends_at - self._usable_until
+        at_end = now >= self._ends_at - _EARLY_S and not self._ends.is_closed
+        return at_end and now - self._heard_at < silence_s
 
     def close(self) -> None:
         """Cancels the stream without waiting; a running `send` or `receive` fails."""

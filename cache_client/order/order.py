@@ -460,9 +460,12 @@ def worker_steps(num_steps: int, worker: int, num_workers: int) -> range:
     return range(worker, num_steps, num_workers)
 
 
-def step_windows(steps: range, size: int) -> Iterator[range]:
-    """Cut steps into runs of ``size``; the last one may be shorter."""
-    return (steps[start : start + size] for start in range(0, len(steps), size))
+def step_windows(steps: range, size: int | Callable[[], int]) -> Iterator[range]:
+    """Cut steps into runs of ``size``, or of what it says each time; the last may be shorter."""
+    while steps:
+        stop = size if isinstance(size, int) else size()
+        yield steps[:stop]
+        steps = steps[stop:]
 
 
 def runs_of_steps(steps: Iterable[int], plan: StepPlan) -> tuple[tuple[int, int], ...]:

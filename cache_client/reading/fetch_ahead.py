@@ -13,6 +13,7 @@ from typing import TypeVar
 from cache_client.flight.calls import Call
 
 FETCH_THREADS = 2  # measured: more threads cost CPU time and bring no more rows per second
+LATE_S = 5.0
 
 _Request = TypeVar("_Request")
 _Result = TypeVar("_Result")
@@ -25,6 +26,7 @@ def fetch_ahead(
     depth: int,
     threads: int,
     on_wait: Callable[[int, int], None] = lambda wait_ns, ready: None,
+    on_late: Callable[[], None] = lambda: None,
 ) -> Generator[_Result, None, None]:
     """``map(fetch, requests)``, at most ``depth`` requests ahead.
 
@@ -36,6 +38,7 @@ def fetch_ahead(
         threads: calls of ``fetch`` at the same time.
         on_wait: called with each result: how long it was waited for, in nanoseconds, and how many
             results were ready before.
+        on_late: called once for each result that is waited for longer than `LATE_S`.
     """
     process = os.getpid()
     pending: deque[Call[_Result]] = deque()
@@ -48,7 +51,7 @@ def fetch_ahead(
             pool.submit(pending[-1].run)
 
     try:
-        yield from _in_turn(pending, start, depth, on_wait)
+        yield from _in_turn(pending, start, depth, on_wait, on_late)
     finally:
         _shut_down(process, pool)
 
@@ -59,6 +62,7 @@ def ask_ahead(
     *,
     depth: int,
     on_wait: Callable[[int, int], None] = lambda wait_ns, ready: None,
+    on_late: Callable[[], None] = lambda: None,
 ) -> Generator[_Result, None, None]:
     """As `fetch_ahead`, for requests that are asked in one thread and answered in another.
 
@@ -66,7 +70,7 @@ def ask_ahead(
 
     Args:
         ask: returns what waits for the result.
-        requests, depth, on_wait: as for `fetch_ahead`.
+        requests, depth, on_wait, on_late: as for `fetch_ahead`.
     """
     process = os.getpid()
     pending: deque[Call[_Result]] = deque()
@@ -88,7 +92,7 @@ def ask_ahead(
             asking.submit(run, asked, pending[-1])
 
     try:
-        yield from _in_turn(pending, start, depth, on_wait)
+        yield from _in_turn(pending, start, depth, on_wait, on_late)
     finally:
         _shut_down(process, asking, waiting)
 
@@ -102,12 +106,13 @@ def _in_turn(
     start: Callable[[int], None],
     depth: int,
     on_wait: Callable[[int, int], None],
+    on_late: Callable[[], None],
 ) -> Iterator[_Result]:
     start(depth)
     while pending:
         ready = sum(call.has_run for call in pending)
         asked_ns = time.perf_counter_ns()
-        result = pending.popleft().wait()
+        result = pending.popleft().wait(LATE_S, on_late)
         on_wait(time.perf_counter_ns() - asked_ns, ready)
         start(1)
         yield result

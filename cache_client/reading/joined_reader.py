@@ -113,12 +113,12 @@ class JoinedReader:
         if self._local is not None and len(self._local.shards) == len(self._shards.starts):
             self.keep_lease()
             try:
-                batch = self._local.gather(row_ids)
+                batches = self._local.gather(row_ids)
             except ShardFileLostError:
                 pass  # the readers find out which one, and read its rows from a node
             else:
-                self._counts.add_local(batch.num_rows, batch.nbytes)
-                return lambda: [Rows.of_batch(layout, batch)]
+                self._counts.add_local(len(row_ids), sum(batch.nbytes for batch in batches))
+                return lambda: [Rows.of_batch(layout, batch) for batch in batches]
         asked: list[Callable[[], list[Answer]]] = []
         for reader, (first, stop) in zip(self._readers, self._bounds, strict=True):
             places = np.flatnonzero((row_ids >= first) & (row_ids < stop))

@@ -21,6 +21,7 @@ import pyarrow as pa
 
 from cache_client.flight.routing import ShardFile, ShardMap
 from cache_protocol.errors import CacheError, ErasedRowsError, NotReadyError, some_of
+from cache_protocol.storage.disk_reads import DiskReads
 from cache_protocol.storage.layout import Layout
 from cache_protocol.storage.mapped_table import MAPS_PER_COLUMN, MappedTable
 from cache_protocol.storage.row_index import Ids, Indices, RowIndex
@@ -89,6 +90,7 @@ class LocalShards:
                 if line is not None and line.sealed.num_rows == num_rows[shard]:
                     self._files[shard] = (Path(file.path), line)
                     break
+        self._num_bytes = sum(sealed.num_bytes for _, sealed in self._files.values())
         self._num_rows = [n if shard in self._files else 0 for shard, n in enumerate(num_rows)]
         self._is_mapped = np.zeros(len(num_rows), np.bool_)
         self._mapped: dict[int, MappedShard] = {}
@@ -105,8 +107,10 @@ class LocalShards:
         with self._lock:
             return set(self._files)
 
-    def gather(self, row_ids: Ids) -> pa.RecordBatch:
-        """The rows of these ids, in this order, as one stored batch; see `MappedTable.gather`.
+    def gather(self, row_ids: Ids) -> list[pa.RecordBatch]:
+        """The rows of these ids, in this order, as stored batches; see `MappedTable.gather`.
+
+        Rows in memory are one batch.
 
         Args:
             row_ids: of `shards` only; at least one.
@@ -120,11 +124,11 @@ class LocalShards:
             rows = some_of(row_ids[erased][:100].tolist())
             raise ErasedRowsError(f"row {rows} was forgotten: read the erased rows again")
         try:
-            batch = table.gather(row_ids, shard_of, selection)
+            batches = [*table.parts(row_ids, shard_of, selection, len(row_ids))]
         except DamagedShardError as error:
             raise self._lost(error.shard, str(error)) from None
         self._check_unchanged(shard_of)
-        return batch
+        return batches
 
     def _check_unchanged(self, shard_of: Indices) -> None:
         """Gives up files of these shards that were changed in place.
@@ -192,6 +196,7 @@ class LocalShards:
                     self._starts,
                     self._num_rows,
                     only=[index for index, _ in selection.picks if index is not None],
+                    disk=DiskReads.of_files(path, self._num_bytes, sum(self._num_rows)),
                 )
             self._table.attach(shard, mapped)
         except (OSError, ValueError, pa.ArrowException, NotReadyError) as error:

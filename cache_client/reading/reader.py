@@ -17,11 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from tenacity import (
-    Retrying,
-    retry_if_exception_type,
-    stop_after_delay,
-)
+from tenacity import Retrying, retry_if_exception_type
 
 from cache_client.flight.connections import REQUEST_TIMEOUT_S, NodeConnection
 from cache_client.flight.routing import NodeRef, Part, Router, ShardMap
@@ -163,17 +159,24 @@ class GatherAttempt:
             self._timed_out |= isinstance(error, NodeUnavailableError)
             return False
         wait_ns = time.perf_counter_ns() - asked_ns
+        num_rows = sum(batch.num_rows for batch in batches)
         num_bytes = sum(batch.nbytes for batch in batches)
-        self.counts.add_answer(request.node.id, len(part.row_ids), num_bytes, wait_ns)
-        self.answers.append(Answer(part.positions, batches))
-        return True
+        self.counts.add_answer(request.node.id, num_rows, num_bytes, wait_ns)
+        if num_rows == len(part.row_ids):
+            self.answers.append(Answer(part.positions, batches))
+            return True
+        came, left = part.divided(num_rows)
+        if num_rows:
+            self.answers.append(Answer(came.positions, batches))
+        self.failed.append(left)
+        return False
 
     def _gather_here(self, part: Part) -> None:
         try:
             assert self.local is not None
-            batch = self.local.gather(part.row_ids)
-            self.counts.add_local(batch.num_rows, batch.nbytes)
-            self.answers.append(Answer(part.positions, [batch]))
+            batches = self.local.gather(part.row_ids)
+            self.counts.add_local(len(part.row_ids), sum(batch.nbytes for batch in batches))
+            self.answers.append(Answer(part.positions, batches))
         except ShardFileLostError as error:
             self.last_error = str(error)
             self.failed.append(part)
@@ -336,12 +339,16 @@ class Reader:
         return wait
 
     def _answers(self, gather: GatherAttempt, deadline: float) -> list[Answer]:
-        """The answers to an attempt that was sent; asks again for the rows that fail."""
+        """The answers to an attempt that was sent; asks again for the rows that fail.
+
+        Args:
+            deadline: for the first rows, and then for more of them.
+        """
         answers: list[Answer] = []
         missing, last_error = gather.failed, ""
         attempts = Retrying(
             retry=retry_if_exception_type(_IncompleteError),
-            stop=stop_after_delay(max(0.0, deadline - time.monotonic())),
+            stop=lambda _: time.monotonic() >= deadline,
             wait=backoff(_FIRST_WAIT_S, _LONGEST_WAIT_S),
             reraise=True,
         )
@@ -356,6 +363,8 @@ class Reader:
                         gather.send(missing)
                     gather.receive()
                     answers += gather.answers
+                    if gather.answers:  # a slow node shows progress; only silence is an end
+                        deadline = max(deadline, time.monotonic() + self._deadline_s)
                     missing, last_error = gather.failed, gather.last_error or last_error
                     if missing:
                         raise _IncompleteError

@@ -6,12 +6,14 @@ from dataclasses import dataclass
 
 from cache_client.flight.routing import ShardMap
 from cache_protocol.storage.layout import Layout
+from cache_protocol.storage.pace import Pace
 
 MESSAGE_BYTES = 4 * 1024 * 1024  # measured: the best size for Flight over loopback
 _MIN_MESSAGES, _MAX_MESSAGES = 4, 8  # in a window: one a node, and enough to be worth a request
 _WINDOW_BYTES = 16 * 1024 * 1024  # few calls a row, and still fits the processor's caches
 _MAX_MESSAGE_BYTES = 2**30  # Flight sends less than 2 GiB, headers included
 _MIN_WINDOWS = 3  # one is consumed, one arrives, one is requested
+_FIRST_ROWS, _WINDOW_S = 4096, 0.5  # of the first windows; of windows from a slow disk
 _PREFETCHED_BATCHES, _PREFETCHED_BYTES = 32, 256 * 1024 * 1024
 
 
@@ -62,6 +64,10 @@ class WindowSizes:
         messages = min(max(num_nodes, _MIN_MESSAGES), _MAX_MESSAGES)
         most_bytes = max(_WINDOW_BYTES, messages * self.message_bytes)
         return min(messages * self._steps_in(self.message_bytes), self._steps_in(most_bytes))
+
+    def pace(self) -> Pace:
+        """Makes windows smaller while they take long, such as from a disk."""
+        return Pace(max(1, _FIRST_ROWS // self.batch_size), _WINDOW_S)
 
     def windows_ahead(self, steps_per_window: int) -> int:
         """How many windows of so many steps to fetch ahead."""

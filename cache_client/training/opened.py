@@ -37,6 +37,7 @@ from cache_client.views.amended import AmendedView
 from cache_client.views.sampling import WeightedView
 from cache_client.views.view import LoggedView, PlainView, SlotView, view_fingerprint
 from cache_protocol.storage.layout import Layout
+from cache_protocol.storage.pace import Pace
 from cache_protocol.v1 import cache_pb2 as pb
 
 _MOST_OF_TEXT: Final = 100  # of a setting, in reports
@@ -103,6 +104,7 @@ class Opened:
         weight_log: the dataset with what training reports of weights; empty: the view has none.
         set_until: the weights that training set; None: none.
         observer: watches the passes of a process; reports are of one version.
+        pace: how many steps a window has, by the time that windows took.
     """
 
     name: str
@@ -117,6 +119,7 @@ class Opened:
     weight_log: str = ""
     set_until: SetUntil | None = None
     observer: PerProcess[Observer] = field(default_factory=PerProcess, compare=False)
+    pace: PerProcess[Pace] = field(default_factory=PerProcess, compare=False)
 
     @property
     def shards(self) -> ShardMap:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -23,7 +25,7 @@ from cache_client.order.erased import NO_ROWS
 from cache_client.order.order import StepPlan, step_windows
 from cache_client.order.permutation import Int64Array
 from cache_client.reading.counts import ReadCounts, SharedCounts
-from cache_client.reading.fetch_ahead import FETCH_THREADS, ask_ahead, fetch_ahead
+from cache_client.reading.fetch_ahead import FETCH_THREADS, LATE_S, ask_ahead, fetch_ahead
 from cache_client.reading.rows import Rows, cut, join
 from cache_client.reading.window_sizes import WindowSizes
 from cache_client.training.job_config import JobConfig
@@ -34,6 +36,8 @@ from cache_client.views.view import NO_SHUFFLE, Samples
 from cache_protocol.errors import ErasedRowsError, NodeUnavailableError
 from cache_protocol.storage.row_sets import among
 from cache_protocol.wire import tracing
+
+logger = logging.getLogger(__name__)
 
 
 class Window(NamedTuple):
@@ -93,6 +97,7 @@ def ask_for_window(
     audits: bool,
     pads: bool = False,
     given_up: Callable[[], bool],
+    note: Callable[[int, float], None] = lambda steps, seconds: None,
 ) -> Callable[[], Window]:
     """Asks for the rows of a run of steps; the result waits for them.
 
@@ -103,6 +108,7 @@ def ask_for_window(
         request, fetch: of a reader, see `Reader`.
         pads: every batch has as many rows, so another row takes the place of an erased one.
         given_up: whether nothing waits for the rows any more.
+        note: called with the steps and how long their rows took.
 
     Raises:
         NodeUnavailableError: naming the first step. Others as `Reader.fetch`.
@@ -134,15 +140,17 @@ def ask_for_window(
         span = tracing.begin_below(
             pass_.traceparent, "cache.window", step=step, rows=len(plan.samples.row_ids)
         )
+        begun = time.monotonic()
         with tracing.current(span):
             try:
                 wait = request(plan.samples.row_ids)
             except ErasedRowsError:  # learns of them where it waits
                 wait = partial(fetch, plan.samples.row_ids)
+        asking_s = time.monotonic() - begun
 
     def receive() -> Window:
         with _named(step), tracing.spanning(span):
-            made, answer, since = plan, wait, known
+            made, answer, since, begun = plan, wait, known, time.monotonic()
             while True:
                 try:
                     pieces = answer()
@@ -153,6 +161,7 @@ def ask_for_window(
                 since = opened.left_out.rows
                 made = planned(since)
                 answer = partial(fetch, made.samples.row_ids)
+            note(len(made.sizes), time.monotonic() - begun + asking_s)
             if job_view.lookups is not None:
                 pieces = job_view.lookups.extend(pieces, made.samples.row_ids)
             return made._replace(pieces=pieces)
@@ -190,18 +199,38 @@ def pass_batches(
     shared = SharedDigests(counts, pass_) if audits and pass_.in_worker else None
     steps = pass_.steps
     per_window = sizes.steps_per_window(reader.num_nodes)
+    pace = opened.pace.get(sizes.pace)
     ask = partial(
         ask_for_window, pass_, opened, rank, fetch=reader.fetch, audits=audits,
-        pads=config.pad_mask is not None, given_up=lambda: reader.is_closed,
+        pads=config.pad_mask is not None, given_up=lambda: reader.is_closed, note=pace.note,
     )  # fmt: skip
 
     def fetch(window: range) -> Window:
         return ask(lambda ids: partial(reader.fetch, ids), window)()
 
-    windows = step_windows(steps, per_window)
+    windows = step_windows(steps, lambda: pace.size(per_window))
     depth, on_wait = sizes.windows_ahead(per_window), observer.note_wait
+
+    said = loading is not None  # where waiting is what it does
+
+    def on_late() -> None:
+        nonlocal said
+        if not said:
+            said = True
+            logger.warning(
+                "no batch of %r for %g s: %s. From a disk, random rows come slowly: read blocks of "
+                "rows (shuffle_block_size=1024), or give the cache more memory",
+                opened.name,
+                LATE_S,
+                "its nodes bring rows slowly, or not at all"
+                if reader.num_nodes
+                else "its files on this machine are read slowly",
+            )
+
     if reader.num_nodes and not sizes.in_streams and loading is None:
-        results = ask_ahead(partial(ask, reader.request), windows, depth=depth, on_wait=on_wait)
+        results = ask_ahead(
+            partial(ask, reader.request), windows, depth=depth, on_wait=on_wait, on_late=on_late
+        )
     else:  # two threads share the work of files, and wait for rows that are not loaded
         results = fetch_ahead(
             fetch,
@@ -209,6 +238,7 @@ def pass_batches(
             depth=depth,
             threads=1 if sizes.in_streams else FETCH_THREADS,
             on_wait=on_wait,
+            on_late=on_late,
         )
     # Closed also where an error of the transform is kept, and this with it.
     with closing(results), _BatchSpans(pass_, rank) as spans:

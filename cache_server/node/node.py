@@ -28,6 +28,7 @@ from cache_protocol.errors import (
     StaleVersionError,
     some_of,
 )
+from cache_protocol.storage.machine import MACHINE_BYTES
 from cache_protocol.storage.memory_budget import NodeMemory, expression_memory
 from cache_protocol.storage.row_index import ROWS_OF_A_SHARD
 from cache_protocol.storage.shard_files import MappedShard
@@ -36,7 +37,6 @@ from cache_protocol.wire.channels import pause_s, rest_s
 from cache_protocol.wire.credentials import NO_CREDENTIALS, Credentials
 from cache_server.auth.principals import ANYONE, EVERYTHING, Principal, Viewer
 from cache_server.egress.allowed_sources import AllowedSources
-from cache_server.machine import MACHINE_BYTES
 from cache_server.node import heartbeat_messages
 from cache_server.node.desired import DesiredState, DesiredVersion, LoadPlan
 from cache_server.node.forgetting import Forgetting, KnownTombstones

@@ -28,6 +28,7 @@ from cache_protocol.errors import (
     some_of,
 )
 from cache_protocol.storage.layout import Layout
+from cache_protocol.storage.machine import MACHINE_BYTES
 from cache_protocol.storage.nested_values import without_codes
 from cache_protocol.storage.row_index import RowRuns
 from cache_protocol.storage.shard_files import Selection
@@ -37,7 +38,6 @@ from cache_protocol.wire.credentials import Credentials
 from cache_server.auth.authenticator import Authenticator
 from cache_server.auth.principals import Role, Viewer
 from cache_server.auth.verbs import FIND_ROWS, HELD_SHARDS, SHARD_FILE
-from cache_server.machine import MACHINE_BYTES
 from cache_server.node.node import Node
 from cache_server.node.peer_files import FIND_ROWS_ACTION, HELD_SHARDS_ACTION
 from cache_server.node.puts import PutMessage

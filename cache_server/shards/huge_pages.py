@@ -19,9 +19,9 @@ import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from cache_protocol.storage.machine import is_in_memory
 from cache_protocol.storage.shard_files import MappedShard
 from cache_protocol.storage.virtual_memory import AddressRange, huge_page_bytes
-from cache_server.machine import is_in_memory
 from cache_server.shards.stoppable_thread import StoppableThread
 
 logger = logging.getLogger(__name__)

@@ -21,6 +21,7 @@ from cache_protocol.errors import (
     RequestError,
     some_of,
 )
+from cache_protocol.storage.disk_reads import DiskReads
 from cache_protocol.storage.layout import Layout, from_matrix
 from cache_protocol.storage.mapped_table import MappedTable
 from cache_protocol.storage.row_index import Ids, Indices, RowIndex, RowRuns
@@ -191,7 +192,7 @@ class ResidentRows:
         Consecutive ids are slices of the mapped files. Other rows are copied.
 
         Args:
-            rows_per_message: the most rows of a batch; 0: no limit.
+            rows_per_message: the most rows of a batch, fewer from a disk; 0: one batch has all.
 
         Raises:
             InvalidRowsError: for an id outside the dataset; before the first batch.
@@ -224,12 +225,13 @@ class ResidentRows:
         if any(column.kind == "plain" for column in selection.layout.columns):
             # Each shard costs some calls: gather enough rows at once for several of each shard.
             block = -(-max(step, _ROWS_PER_SHARD * len(self._shards)) // step) * step
-        for at in range(0, len(row_ids), block):
-            stop = at + block
-            with self._damage_reported():
-                batch = table.gather(row_ids[at:stop], shard_of[at:stop], selection)
-            for start in range(0, batch.num_rows, step):
-                yield batch.slice(start, step)
+        with self._damage_reported():
+            if not rows_per_message:
+                yield table.gather(row_ids, shard_of, selection)
+                return
+            for batch in table.parts(row_ids, shard_of, selection, block):
+                for start in range(0, batch.num_rows, step):
+                    yield batch.slice(start, step)
 
     def mean_row_bytes(self, selection: Selection) -> int:
         """About the bytes of a row of the selection: the mean over some shards that are here.
@@ -440,7 +442,9 @@ class ResidentRows:
             if self._mapped_table is None:
                 sizes = [shard.sealed.num_rows for shard in self._shards]
                 try:
-                    table = MappedTable(self.layout, self._starts, sizes)
+                    num_bytes = sum(shard.sealed.num_bytes for shard in self._shards)
+                    disk = DiskReads.of_files(self._shards[0].path, num_bytes, sum(sizes))
+                    table = MappedTable(self.layout, self._starts, sizes, disk=disk)
                     for position, shard in enumerate(self._shards):
                         table.attach(position, shard)
                 except OSError as error:

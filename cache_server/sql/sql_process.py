@@ -25,8 +25,8 @@ import pyarrow as pa
 
 from cache_protocol.cli.output import size
 from cache_protocol.errors import CacheError, RequestError, from_proto, to_proto
+from cache_protocol.storage.machine import MACHINE_BYTES
 from cache_protocol.v1 import cache_pb2 as pb
-from cache_server.machine import MACHINE_BYTES
 from cache_server.sql.sql_frames import IDLE_S, Channel, Kind, Request, batch_of, call_of
 
 _PROGRAM = Path(__file__).with_name("sql_program.py")

@@ -19,11 +19,13 @@ from __future__ import annotations
 import itertools
 import math
 import mmap
-from collections.abc import Collection, Sequence
+import time
+from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 import pyarrow as pa
 
+from cache_protocol.storage.disk_reads import DiskReads
 from cache_protocol.storage.layout import (
     Layout,
     Matrix,
@@ -35,11 +37,19 @@ from cache_protocol.storage.layout import (
 )
 from cache_protocol.storage.null_bits import BitMatrix
 from cache_protocol.storage.offsets import are_within
+from cache_protocol.storage.page_runs import page_runs
 from cache_protocol.storage.row_index import Grouped, Ids, Indices
 from cache_protocol.storage.shard_files import MappedShard, Selection, are_consecutive
-from cache_protocol.storage.virtual_memory import AddressRange, MappedFile, huge_page_bytes
+from cache_protocol.storage.virtual_memory import (
+    AddressRange,
+    MappedFile,
+    bring,
+    bytes_from_disk,
+    huge_page_bytes,
+)
 
 MAPS_PER_COLUMN = 2  # of each shard: its rows, and the gap before them
+_FEW_ROWS = 64  # to look at how they came would take longer than to take them
 _MAX_ADDRESSES = 2**44  # of a column; a process has 2**47, for all columns
 
 
@@ -51,6 +61,7 @@ class MappedTable:
         starts: first row id of each shard.
         num_rows: of each shard; 0 for shards that are never attached.
         only: indices of the stored columns to map; None for all.
+        disk: how rows come from the disk of the files; None: they are in memory.
 
     Raises:
         OSError: the process does not have enough addresses.
@@ -63,8 +74,10 @@ class MappedTable:
         num_rows: Sequence[int],
         *,
         only: Collection[int] | None = None,
+        disk: DiskReads | None = None,
     ) -> None:
         self._layout = layout
+        self._disk = disk
         self._starts = starts
         self._shards: list[MappedShard | None] = [None] * len(starts)
         self._columns = {
@@ -91,6 +104,20 @@ class MappedTable:
                 column.attach_copy(position, shard.null_bits(nulls, slice(None)))
         self._shards[position] = shard
 
+    def parts(
+        self, row_ids: Ids, shard_of: Indices, selection: Selection, most: int
+    ) -> Iterator[pa.RecordBatch]:
+        """Gathers rows as stored batches of at most ``most`` rows, as `gather`.
+
+        Random rows that come from a disk are fewer at once, so that each batch takes a fraction of
+        a second.
+        """
+        at, disk = 0, None if self._is_run(row_ids) else self._disk
+        while at < len(row_ids):
+            stop = at + (most if disk is None else disk.rows_at_once(most))
+            yield self.gather(row_ids[at:stop], shard_of[at:stop], selection)
+            at = stop
+
     def gather(self, row_ids: Ids, shard_of: Indices, selection: Selection) -> pa.RecordBatch:
         """Gathers rows as one stored batch.
 
@@ -104,8 +131,52 @@ class MappedTable:
         Raises:
             DamagedShardError: an offset of a string or list lies outside of its column.
         """
+        disk = self._disk
+        if (
+            disk is None
+            or self._is_run(row_ids)
+            or not (disk.is_exact or len(row_ids) >= _FEW_ROWS)
+        ):
+            return self._gather(row_ids, shard_of, selection)
+        begun, before = time.monotonic(), bytes_from_disk()
+        if disk.is_exact and disk.is_cold:
+            self._bring(row_ids, shard_of, selection)
+        batch = self._gather(row_ids, shard_of, selection)
+        disk.note(len(row_ids), bytes_from_disk() - before, time.monotonic() - begun)
+        return batch
+
+    def _is_run(self, row_ids: Ids) -> bool:
+        """Whether rows come by the maps of the shards, which keep the read-ahead of the kernel."""
+        return (
+            self._disk is not None
+            and self._disk.is_exact
+            and len(row_ids) >= _FEW_ROWS
+            and are_consecutive(row_ids)
+        )
+
+    def _run(self, index: int, row_ids: Ids, shard_of: Indices) -> Matrix:
+        """A copy of consecutive rows of a packed or matrix column."""
+        first, stop = int(row_ids[0]), int(row_ids[-1]) + 1
+        parts = [
+            shard.matrices[index][max(0, first - start) : stop - start]
+            for position in range(int(shard_of[0]), int(shard_of[-1]) + 1)
+            if (shard := self._shards[position]) is not None
+            for start in [int(self._starts[position])]
+        ]
+        found = pool_matrix(len(row_ids), parts[0].shape[1], parts[0].dtype)
+        np.concatenate(parts, out=found)
+        return found
+
+    def _bring(self, row_ids: Ids, shard_of: Indices, selection: Selection) -> None:
+        """Asks for the pages of some rows together."""
+        for index, _ in selection.picks:
+            if index is not None and (column := self._columns.get(index)) is not None:
+                bring(column.pages(row_ids, shard_of))
+
+    def _gather(self, row_ids: Ids, shard_of: Indices, selection: Selection) -> pa.RecordBatch:
         plain = any(column.kind == "plain" for column in selection.layout.columns)
         by_shard = self._by_shard(row_ids, shard_of) if plain else None
+        is_run = self._is_run(row_ids)
         arrays: list[pa.Array] = []
         for pick, (index, _) in enumerate(selection.picks):
             wanted = selection.layout.columns[pick]
@@ -115,6 +186,8 @@ class MappedTable:
                 continue
             if index is None:
                 rows = selection.no_nulls(len(row_ids))
+            elif is_run and wanted.kind != "nulls":
+                rows = self._run(index, row_ids, shard_of)
             else:
                 rows = self._columns[index].gather(row_ids, shard_of)
             arrays.append(from_matrix(selection.narrow(pick, rows), wanted.field))
@@ -259,6 +332,7 @@ class _MappedColumn:
         self._lead: int | None = None  # bytes before the first row; set by the first shard
         self._matrix: Matrix | None = None
         self._shift = np.zeros(len(num_rows), np.int64)  # row id -> row of the matrix
+        self._num_attached = self._num_exact = 0  # shards, and those read without read-ahead
 
     def _first_free_pages(self) -> list[int]:
         """The first page that each shard may use, and the end of the last one."""
@@ -301,16 +375,32 @@ class _MappedColumn:
         first_page += (wanted - first_page) % modulus
         start = first_page * page
         self._shift[position] = (start + before - self._lead) // row_bytes - self._starts[position]
+        self._num_attached += 1
         return start, before + self._num_rows[position] * row_bytes
+
+    def pages(self, row_ids: Ids, shard_of: Indices) -> Ids:
+        """Where these rows are, see `page_runs`; from then on pages are read without others."""
+        assert self._matrix is not None
+        if self._num_exact < self._num_attached:
+            self._num_exact = self._num_attached
+            self._addresses.without_read_ahead()
+        first = int(self._matrix.ctypes.data)
+        starts = self._places(row_ids, shard_of) * self._row_bytes + first
+        return page_runs(starts, self._row_bytes, mmap.PAGESIZE)
+
+    def _places(self, row_ids: Ids, shard_of: Indices) -> Ids:
+        """The rows of the matrix."""
+        if len(self._shift) == 1:
+            only: Ids = row_ids + self._shift[0]
+            return only
+        rows: Ids = np.take(self._shift, shard_of)
+        rows += row_ids
+        return rows
 
     def gather(self, row_ids: Ids, shard_of: Indices) -> Matrix:
         """A copy of these rows."""
         assert self._matrix is not None
-        if len(self._shift) == 1:
-            rows = row_ids + self._shift[0]
-        else:
-            rows = np.take(self._shift, shard_of)
-            rows += row_ids
+        rows = self._places(row_ids, shard_of)
         found = pool_matrix(len(rows), self._width, self._dtype)
         np.take(self._matrix, rows, axis=0, out=found, mode="clip")  # clip avoids a hidden copy
         return found

@@ -31,7 +31,7 @@ from cache_protocol.storage.layout import Layout, Matrix, as_matrix, equal_lists
 from cache_protocol.storage.null_bits import BitMatrix, NullBits
 from cache_protocol.storage.offsets import Level, levels_of, rows_are_sound, run_is_sound
 from cache_protocol.storage.row_index import Ids
-from cache_protocol.storage.virtual_memory import MappedFile
+from cache_protocol.storage.virtual_memory import MappedFile, bring_run
 
 logger = logging.getLogger(__name__)
 
@@ -264,8 +264,9 @@ class MappedShard:
                 raise ValueError(f"piece {index} has another checksum")
 
     def piece(self, index: int) -> memoryview:
-        """A piece of the file; see `piece_digest`."""
+        """A piece of the file, read without its neighbours; see `piece_digest`."""
         start = index * PIECE_BYTES
+        bring_run(self.address + start, min(PIECE_BYTES, self.file.size - start))
         return memoryview(self._bytes)[start : start + PIECE_BYTES]
 
     def offset(self, index: int) -> int:

@@ -116,6 +116,8 @@ PURE_MODULES = (
     "protos/cache_protocol/storage/type_rules.py",
     "protos/cache_protocol/storage/offsets.py",
     "protos/cache_protocol/storage/memory_budget.py",
+    "protos/cache_protocol/storage/pace.py",
+    "protos/cache_protocol/storage/page_runs.py",
     "protos/cache_protocol/datasets/dataset_names.py",
     "protos/cache_protocol/datasets/values.py",
     "protos/cache_protocol/storage/row_index.py",

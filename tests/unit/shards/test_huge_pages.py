@@ -15,10 +15,10 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from cache_protocol.storage.machine import is_in_memory
 from cache_protocol.storage.mapped_table import MappedTable
 from cache_protocol.storage.shard_files import MappedShard, SealedShard, Selection
 from cache_protocol.storage.virtual_memory import AddressRange, huge_page_bytes
-from cache_server.machine import is_in_memory
 from cache_server.shards.huge_pages import HugePages
 from cache_server.shards.packing import ShardBuilder
 from tests.waiting import wait_until

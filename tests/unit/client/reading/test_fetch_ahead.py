@@ -204,3 +204,25 @@ def test_a_pass_that_a_fork_copied_leaves_the_pools_of_its_parent_alone(
         for results in passes:
             results.close()
     assert ended == []
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_result_that_is_late_is_told_once_and_still_comes(
+    monkeypatch: pytest.MonkeyPatch, late: int
+) -> None:
+    monkeypatch.setattr(fetch_ahead, "LATE_S", 0.001)
+    is_told, told = threading.Event(), []
+
+    def fetch(request: int) -> int:
+        if request == late:
+            assert is_told.wait(WAIT_S)
+        return request
+
+    def on_late() -> None:
+        told.append(None)
+        is_told.set()
+
+    results = fetch_ahead.fetch_ahead(fetch, [0, 1], depth=1, threads=1, on_late=on_late)
+
+    assert [*results] == [0, 1]
+    assert told

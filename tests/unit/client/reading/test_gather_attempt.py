@@ -31,10 +31,10 @@ class Files:
     def __init__(self, error: CacheError | None = None) -> None:
         self.error = error
 
-    def gather(self, row_ids: np.ndarray) -> pa.RecordBatch:
+    def gather(self, row_ids: np.ndarray) -> list[pa.RecordBatch]:
         if self.error is not None:
             raise self.error
-        return pa.record_batch({"row": row_ids})
+        return [pa.record_batch({"row": row_ids})]
 
 
 class Asking:
@@ -120,3 +120,24 @@ def test_rows_of_a_file_that_is_lost_are_left_and_no_node_is_blamed() -> None:
     assert asking.attempt.failed == [HERE] and asking.failures == []
     assert asking.attempt.last_error == "cannot read shard-00003.arrow"
     assert asking.answered == ["node-0"]
+
+
+class SlowStream(FakeStream):
+    """A stream that comes to its end when it has brought some of the rows."""
+
+    def receive(self, num_rows: int) -> list[pa.RecordBatch]:
+        return super().receive(num_rows // 2)
+
+
+def test_what_a_slow_node_brought_is_kept_and_the_rest_left_for_the_next_attempt() -> None:
+    asking = Asking(SlowStream(), FakeStream())
+    whole = routing.Part(NODES[0], None, np.array([40, 30, 20, 10]))
+
+    asking.ask([whole])
+
+    (answer,) = asking.attempt.answers
+    assert answer.positions.tolist() == [0, 1]
+    (left,) = asking.attempt.failed
+    assert (left.positions.tolist(), left.row_ids.tolist()) == ([2, 3], [20, 10])
+    assert asking.failures == [] and asking.attempt.last_error == ""
+    assert len(asking.streams.discarded) == 1 and asking.streams.given_back == []

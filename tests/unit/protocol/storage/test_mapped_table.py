@@ -1,4 +1,5 @@
 import mmap
+import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -9,6 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cache_protocol.storage import mapped_table, virtual_memory
+from cache_protocol.storage.disk_reads import DiskReads
 from cache_protocol.storage.layout import Layout, numpy_dtype
 from cache_protocol.storage.mapped_table import MAPS_PER_COLUMN, MappedTable
 from cache_protocol.storage.shard_files import MappedShard, SealedShard, Selection
@@ -259,3 +262,79 @@ def test_nested_rows_with_gaps_between_them_are_gathered(tmp_path: Path, column:
     rows = np.array([4, 0, 3, 0])
     found = table.gather(rows, np.zeros(4, np.intp), Selection(layout, ["c"]))
     assert layout.unpack(found).column(0).equals(column.take(pa.array(rows)))
+
+
+def test_rows_of_a_large_table_come_by_their_pages_and_no_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    schema = pa.schema([("wide", pa.list_(pa.float32(), 34))])
+    sizes = [5000, 4000]
+    starts = np.cumsum([0, *sizes])
+    shards = [
+        shard_of(tmp_path / f"{i}.arrow", i, rows_of(schema, starts[i], starts[i + 1]))
+        for i in range(2)
+    ]
+    layout = shards[0][0]
+    table = MappedTable(layout, starts[:-1], sizes, disk=DiskReads(10**9, 9000, 10**6))
+    for position, (_, shard) in enumerate(shards):
+        table.attach(position, shard)
+    asked: list[int] = []
+
+    def bring(runs: np.ndarray) -> None:
+        asked.append(int(runs[:, 1].sum()))
+        virtual_memory.bring(runs)
+
+    monkeypatch.setattr(mapped_table, "bring", bring)
+    ids = np.array([8999, 0, 4999, 5000, 2500], np.int64)
+    shard_index = np.searchsorted(starts, ids, side="right") - 1
+
+    batch = table.gather(ids, shard_index, Selection(layout, []))
+
+    assert layout.unpack(batch).equals(rows_of(schema, 0, 9000).take(pa.array(ids)))
+    (num_bytes,) = asked
+    assert len(ids) * 136 < num_bytes <= 2 * len(ids) * mmap.PAGESIZE
+
+    run = np.arange(4900, 5300)  # of two shards; left to the read-ahead of the kernel
+    batch = table.gather(run, np.searchsorted(starts, run, side="right") - 1, Selection(layout, []))
+    assert layout.unpack(batch).equals(rows_of(schema, 4900, 5300))
+    assert len(asked) == 1
+
+
+def test_the_parts_of_rows_from_a_disk_are_small_and_join_to_all_of_them(tmp_path: Path) -> None:
+    disk = DiskReads(10**9, 10, 10**6)
+    table = MappedTable(LAYOUT, np.array([0]), [10], disk=disk)
+    table.attach(0, mapped(tmp_path, 0, range(10)))
+    disk.note(1000, 1000 * mmap.PAGESIZE, 100.0)  # ten rows a second
+    ids = np.array([7, 3, 9, 0, 1, 2], np.int64)
+    selection = Selection(LAYOUT, [])
+
+    parts = [*table.parts(ids, np.zeros(6, np.int64), selection, 4)]
+
+    assert max(part.num_rows for part in parts) <= 4
+    assert parts[0].num_rows == 2  # 0.25 s
+    assert [row for part in parts for row in logical(part, selection)] == expected(ids.tolist())
+
+
+@pytest.mark.parametrize("handle", [None, -1])
+def test_pages_are_brought_by_one_call_or_where_the_kernel_refuses_it_by_several(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, handle: int | None
+) -> None:
+    path = tmp_path / "pages"
+    path.write_bytes(bytes(range(256)) * 16 * 64)
+    with path.open("rb") as file:
+        whole = virtual_memory.MappedFile(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    addresses = virtual_memory.AddressRange(whole.size)
+    addresses.map_file(0, whole, 0, whole.size)
+    addresses.without_read_ahead()
+    if handle is not None:
+        monkeypatch.setattr(virtual_memory, "_handle_of", lambda pid: handle)
+    pages = np.arange(0, 64, 2) * mmap.PAGESIZE
+    runs = np.stack([addresses.start + pages, np.full(len(pages), mmap.PAGESIZE)], axis=1)
+    before = virtual_memory.bytes_from_disk()
+
+    virtual_memory.bring(runs)
+
+    assert virtual_memory.bytes_from_disk() - before <= runs[:, 1].sum()
+    rows = addresses.rows(0, 256, np.dtype(np.uint8))
+    assert (rows == np.arange(256, dtype=np.uint8)).all()

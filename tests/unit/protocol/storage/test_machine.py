@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from cache_protocol.storage.machine import MACHINE_BYTES, is_in_memory, memory_limit_bytes
 from cache_protocol.storage.memory_budget import MIN_SHARD_BYTES, memory_of_machine
-from cache_server.machine import MACHINE_BYTES, is_in_memory, memory_limit_bytes
 
 GIB, MIB = 1 << 30, 1 << 20
 ROOT = "/sys/fs/cgroup"
