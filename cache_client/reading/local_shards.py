@@ -90,7 +90,7 @@ class LocalShards:
                 if line is not None and line.sealed.num_rows == num_rows[shard]:
                     self._files[shard] = (Path(file.path), line)
                     break
-        self._num_bytes = sum(sealed.num_bytes for _, sealed in self._files.values())
+        self._num_bytes = sum(line.sealed.num_bytes for _, line in self._files.values())
         self._num_rows = [n if shard in self._files else 0 for shard, n in enumerate(num_rows)]
         self._is_mapped = np.zeros(len(num_rows), np.bool_)
         self._mapped: dict[int, MappedShard] = {}
