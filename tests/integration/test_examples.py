@@ -36,7 +36,7 @@ PATH = f"{SCRIPTS}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
 MPIRUN = shutil.which("mpirun", path=PATH)
 TIMEOUT_S = 110.0
 TRL_LOSSES = EXAMPLES.parent / "tests/trl_losses.py"
-TRL = ("torch.distributed.nn", "trl.trainer.sft_trainer", "trl.trainer.dpo_trainer")
+TRL = ("torch.distributed.nn", "trl.trainer.sft_trainer", "trl.trainer.dpo_trainer", "deepspeed")
 LIBRARIES = ("accelerate", "lightning", "transformers.trainer")  # of a script that names them
 # Importing Lightning, or the Trainer, takes seconds of a core, in each of two processes.
 LONG_S = 230.0
