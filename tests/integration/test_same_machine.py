@@ -17,6 +17,7 @@ from cache_client import CacheClient, CacheIterableDataset, DatasetSpec
 from cache_client.flight import connections, routing
 from cache_client.order import order as ordering
 from cache_client.reading import local_shards
+from cache_protocol.storage.disk_reads import DiskReads
 from cache_protocol.storage.shard_files import MANIFEST, NODE_ID_FILE
 from cache_protocol.wire.credentials import Credentials, find_token
 from cache_server import LocalCluster
@@ -62,10 +63,19 @@ def plan(nodes: LocalCluster) -> routing.ShardMap:
         return connection.read_shard_map("table", "", (), 10.0)
 
 
+@pytest.mark.parametrize("fits", [True, False])
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_every_column_is_read_without_a_server(
-    nodes: LocalCluster, streams: list[str], shuffle: bool
+def test_every_column_is_read_without_a_server_whether_or_not_the_memory_is_enough(
+    nodes: LocalCluster,
+    streams: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    shuffle: bool,
+    fits: bool,
 ) -> None:
+    if not fits:
+        monkeypatch.setattr(
+            local_shards.DiskReads, "of_files", lambda path, size, rows: DiskReads(size, rows, 0)
+        )
     batches = dataset(nodes, shuffle=shuffle, batch_format="arrow")
     for node in nodes.nodes:
         node.kill()
