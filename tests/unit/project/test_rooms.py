@@ -403,7 +403,7 @@ HOUSES: dict[str, dict[str, tuple[str, ...]]] = {
         "catalogue": ("catalogue_store", "damaged_entries", "erasures", "forget_book"),
         "members": ("catalogue",),
         "versions": ("catalogue", "catalogue_store", "damaged_entries", "erasures", "members"),
-        "forgets": ("forget_book", "versions"),
+        "forgets": ("catalogue", "forget_book", "members", "versions"),
         "holdings": ("members", "versions"),
         "cache_state": ("catalogue", "forgets", "members", "versions", "holdings"),
         "claims": ("cache_state", "members", "versions", "holdings"),
