@@ -413,7 +413,7 @@ class Case:
 
 
 def told_of_epochs(state: OrderState, wanted: Sequence[Wanted]) -> dict[int, list[tuple[int, int]]]:
-    """Epoch -> position and row of each time that is told of, by position."""
+    """Epoch -> position and row of each time that `seen_by_state` has, by position."""
     told: dict[int, list[tuple[int, int]]] = {}
     for each in wanted:
         for found in seen_by_state(access_to(ENDPOINT), state, each, batch_size=1, world_size=1):
