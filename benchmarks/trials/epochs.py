@@ -295,13 +295,15 @@ class Case:
             for each in ranks:
                 each.set_epoch(self._epoch)
             self.did["epochs"] += 1
-        if rng.random() < 0.8:
+        is_amended = rng.random() < 0.8
+        if is_amended:
             self._amend(ranks)
         else:
             self.did["killed without an amendment"] += 1
         states = [each.state_dict() for each in ranks]
-        if len(ranks) == 1 or not self._blurred & {self._epoch}:
-            assert all(each == states[0] for each in states), states
+        # A rank that was given none of the rows that went has no notes on them.
+        told = states if is_amended else [{**each, "notes": ""} for each in states]
+        assert all(each == told[0] for each in told), states
         self._state = states[0]
         assert len(json.dumps(self._state)) < MOST_STATE_BYTES
         self._check_rest()
@@ -411,7 +413,7 @@ class Case:
 
 
 def told_of_epochs(state: OrderState, wanted: Sequence[Wanted]) -> dict[int, list[tuple[int, int]]]:
-    """Epoch -> what a state says: positions and rows, by position."""
+    """Epoch -> position and row of each time that `seen_by_state` has, by position."""
     told: dict[int, list[tuple[int, int]]] = {}
     for each in wanted:
         for found in seen_by_state(access_to(ENDPOINT), state, each, batch_size=1, world_size=1):

@@ -59,7 +59,7 @@ _T = TypeVar("_T")
 
 
 def canary(user: int) -> bytes:
-    """The 16 bytes of a user; each half is found alone."""
+    """The 16 bytes of a user; each half can be found."""
     return b"%b0%04d%b1%04d" % (_MARK, user, _MARK, user)
 
 
@@ -75,7 +75,7 @@ def has_canary(data: bytes, users: set[int]) -> bool:
 
 
 class Table:
-    """The source: files of rows; some belong to users.
+    """The source: files of rows. Some belong to users.
 
     Attributes:
         users: of each row, by id; -1: none.
@@ -132,7 +132,7 @@ class Found:
 
 
 class Reader(threading.Thread):
-    """Reads all rows again and again, and notes what is wrong."""
+    """Reads all rows when asked, and notes what is wrong."""
 
     def __init__(self, trial: Trial, name: str, read: Callable[[], Iterator[Ids]]) -> None:
         super().__init__(daemon=True, name=name)
