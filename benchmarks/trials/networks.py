@@ -21,7 +21,7 @@ _NOBODY = "02:00:00:00:00:01"  # an address on the link that no interface has
 class Network:
     """Namespaces on one bridge, each with an address; a context manager.
 
-    What one sends to another one after a `cut` is lost: no answer says so, as between
+    After a `cut`, what one sends to another one is lost without an error, as it is between
     machines. This machine has an address, too, and reaches all of them.
 
     Args:
