@@ -28,7 +28,7 @@ from cache_protocol.storage.layout import Matrix
 _PROT_NONE = 0
 _MAP_FIXED = 0x10
 _MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2
-_MADV_COLLAPSE = 25
+_MADV_DONTNEED, _MADV_COLLAPSE = 4, 25
 _HUGE_PAGE_SIZE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
 _FAILED = ctypes.c_void_p(-1).value
 _POINTER, _SIZE, _INT, _OFFSET = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int64
@@ -184,6 +184,17 @@ def _c_function(name: str, *arguments: Any) -> Any:
         return ctypes.CFUNCTYPE(_POINTER, *arguments, use_errno=True)((name, ctypes.CDLL(None)))
     except (AttributeError, OSError):
         raise OSError(errno.ENOSYS, f"this system has no {name}") from None
+
+
+def forget_pages(start: int, size: int) -> None:
+    """Takes pages of a read-only file map out of this process: the kernel may drop them then.
+
+    The next read maps them again. Only whole pages inside of the range; see MADV_DONTNEED.
+    """
+    first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+    stop = (start + size) // mmap.PAGESIZE * mmap.PAGESIZE
+    if stop > first:
+        _c_function("madvise", _POINTER, _SIZE, _INT)(first, stop - first, _MADV_DONTNEED)
 
 
 def return_free_memory() -> None:
