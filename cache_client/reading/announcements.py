@@ -23,6 +23,7 @@ from cache_protocol.wire.credentials import Credentials
 logger = logging.getLogger(__name__)
 
 _LOOK_S, _LOOK_AT_NEXT_S = 0.1, 2.0
+_PACE_S = 1.0
 _RUN_S = 1.0  # of what is sent at once: a program that ends waits for it
 _SAY_EVERY_S = 30.0
 _NOBODY_S = 10.0  # without progress: nobody announces, or a node hangs
@@ -114,11 +115,24 @@ class Announcements:
                 time.sleep(_LOOK_S)
         return any(told.prepared >= 1 for told in self._told.values())
 
-    def go_on(self) -> None:
-        """Announces the next order in the background, where that is due."""
-        if self._sends and self._following is not None and time.monotonic() >= self._due_at:
-            self._due_at = time.monotonic() + _LOOK_S
-            self._task.start()
+    def go_on(self, share: float) -> None:
+        """Announces the next order in the background, where that is due.
+
+        Waits up to a second while the next order is not prepared so far: the disk is shared by
+        both, so what is read sooner now would be waited for when the next pass begins.
+
+        Args:
+            share: of the pass that was read.
+        """
+        deadline = time.monotonic() + _PACE_S
+        while self._sends and self._following is not None:
+            behind = any(0 < told.prepared < min(share, 1) for told in self._next.values())
+            if time.monotonic() >= self._due_at or behind:
+                self._due_at = time.monotonic() + _LOOK_S
+                self._task.start()
+            if not behind or time.monotonic() > deadline:
+                return
+            time.sleep(_LOOK_S)
 
     def close(self) -> None:
         """Ends it; nodes keep what they were told for as long as a lease."""

@@ -50,4 +50,10 @@ def in_announced_order(
     with closing(
         Announcements(nodes, opened.shards, config.access.credentials, now, following, sends=sends)
     ) as told:
-        yield (source.in_order(now.name) if told.wait() else source), told.go_on
+        is_prepared = told.wait()
+
+        def go_on() -> None:
+            told.go_on(pass_.handed_out / max(1, len(pass_.steps)))
+
+        go_on()
+        yield (source.in_order(now.name) if is_prepared else source), go_on

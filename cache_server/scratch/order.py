@@ -29,6 +29,7 @@ _ROWS_AT_ONCE = 1 << 20  # of an announcement
 _FEW = 64  # of so many rows, one may come from its shard rather than load its bucket
 _MOST_LOST = 10  # of so many buckets one may be gone, before an order is prepared again
 _ALMOST = 0.999
+_KEPT_BUCKETS = 8  # that were read: a job that restarts reads again what it had asked for ahead
 _MOST_OF_REASON = 200
 
 State = Literal["announced", "preparing", "ready", "read", "failed", "dropped"]
@@ -204,7 +205,8 @@ class Order:
         """
         begun = time.monotonic()
         try:
-            self._scatter(turn)
+            if not self.is_over:
+                self._scatter(turn)
         except error_text.EXITS:
             raise
         except Exception as error:
@@ -314,8 +316,20 @@ class Order:
         if following < self.num_buckets:
             self._loads.begin(self, following)
         if is_read:
-            self._let_go(bucket)
+            self._note_read(bucket)
         return batch
+
+    def _note_read(self, bucket: int) -> None:
+        """Frees what is not needed any more, now that all rows of a bucket were served."""
+        self._loads.drop(self, bucket)
+        with self._lock:
+            is_read = (self._served >= self.files.rows) | self._gone
+        if is_read.all():
+            self._end("read")
+            return
+        before = max(0, bucket - _KEPT_BUCKETS)
+        for old in np.flatnonzero(is_read[:before] & ~self._gone[:before]).tolist():
+            self._let_go(old)
 
     def _has_nothing(self, bucket: int) -> bool:
         return bool(self._gone[bucket] or not self.files.rows[bucket])
@@ -334,8 +348,6 @@ class Order:
             self.files.remove(bucket)
         except OSError as error:
             logger.warning("bucket not removed reason=%s", error)
-        if (self._gone | (self.files.rows == 0)).all():
-            self._end("read")
 
     def fail(self, reason: str) -> None:
         """Notes why it cannot be prepared, and removes its files."""

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 
 from cache_server.scratch.bucket_files import Bucket
 from cache_server.scratch.order import Order
 
-_WAIT_S = 8.0  # for a bucket: readers wait a little longer for a node
+_WAIT_S = 30.0  # for a bucket; its rows would take longer at random
 _LEAST_KEPT = 2  # the one that is read, and the next
 
 _Key = tuple[int, int]
@@ -21,12 +20,10 @@ class ReadAhead:
 
     Args:
         most_bytes: of buckets in memory; those that were not used for longest go.
-        turn: called before a bucket is read; waits while others should use the disk.
     """
 
-    def __init__(self, most_bytes: int, turn: Callable[[Order, int], None]) -> None:
+    def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes
-        self._turn = turn
         self._lock = threading.Lock()
         self._buckets: OrderedDict[_Key, Future[Bucket]] = OrderedDict()
         self._pool = ThreadPoolExecutor(1, "bucket-reads")
@@ -65,7 +62,6 @@ class ReadAhead:
 
     def _read(self, order: Order, bucket: int) -> Bucket:
         try:
-            self._turn(order, bucket)
             found = order.files.read(bucket)
         except (OSError, ValueError) as error:
             if not order.is_over:

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 _MOST_ORDERS, _MOST_OF_NAME = 64, 64
 _LEAST_LEASE_S, _LONGEST_LEASE_S = 1.0, 3600.0
 _ROW_ID_BYTES, _NUMBER_BYTES = 8, 2  # of a row: in its bucket, and in the announcement
-_CHUNK_WAITS_S, _BUCKET_WAITS_S, _LOOK_S = 0.5, 2.0, 0.01
+_CHUNK_WAITS_S, _LOOK_S = 0.5, 0.01
 _TAKEN_OVER = 1 / 16  # of an order that was read: nobody reads the one before it
 
 
@@ -70,9 +70,8 @@ class Scratch:
         self.sizes = Sizes(memory_bytes)
         self._lock = threading.Lock()
         self._orders: dict[tuple[VersionKey, str], Order] = {}
-        self._preparing: Order | None = None
         self._ended = Counts()  # of orders that are no more
-        self._loads = ReadAhead(self.sizes.loaded_bytes, self._wait_to_load)
+        self._loads = ReadAhead(self.sizes.loaded_bytes)
         self._pool = ThreadPoolExecutor(1, "scatter")
         remove(folder)
 
@@ -131,7 +130,7 @@ class Scratch:
         order.lasts(min(max(asked.lease_s, _LEAST_LEASE_S), _LONGEST_LEASE_S))
         try:
             if asked.buckets and order.receive(asked.first_row, asked.buckets):
-                self._pool.submit(self._prepare, order)
+                self._pool.submit(order.prepare, self._wait_to_prepare)
         except OSError as error:
             order.fail(_disk(error))
         if order.state == "failed":
@@ -215,36 +214,13 @@ class Scratch:
         self._ended = _with(self._ended, order)
         order.drop()
 
-    # -- who uses the disk ---------------------------------------------------------------------
-
-    def _prepare(self, order: Order) -> None:
-        if order.is_over:
-            return
-        self._preparing = order
-        try:
-            order.prepare(self._wait_to_prepare)
-        finally:
-            self._preparing = None
-
     def _wait_to_prepare(self, order: Order) -> None:
-        """Lets buckets be read first, unless that order is further than this one."""
+        """Lets buckets be read first, unless their order is further than this one."""
         deadline = time.monotonic() + _CHUNK_WAITS_S
         before = self._orders.get((order.key, order.after))
         while (
             self._loads.num_waiting
             and (before is None or order.prepared > before.read_share)
-            and time.monotonic() < deadline
-        ):
-            time.sleep(_LOOK_S)
-
-    def _wait_to_load(self, order: Order, bucket: int) -> None:
-        """Lets the next order come as far as this one, so that it is ready when this one ends."""
-        deadline = time.monotonic() + _BUCKET_WAITS_S
-        share = bucket / order.num_buckets
-        while (
-            (following := self._preparing) is not None
-            and (following.key, following.after) == (order.key, order.name)
-            and following.prepared < share
             and time.monotonic() < deadline
         ):
             time.sleep(_LOOK_S)
