@@ -98,11 +98,11 @@ def main(directory: str, flight_port: str, control_port: str, pause_s: str) -> N
     Scratch._wait_to_prepare = pause  # type: ignore[method-assign]
     read = BucketFiles.read
 
-    def read_late(files: BucketFiles, bucket: int) -> Bucket:
+    def read_late(*arguments: Any) -> Bucket:
         pause()
-        return read(files, bucket)
+        return read(*arguments)
 
-    BucketFiles.read = read_late  # type: ignore[method-assign]
+    BucketFiles.read = read_late  # type: ignore[method-assign, assignment]
     ports = {"flight_port": int(flight_port), "control_port": int(control_port)}
     with CacheServer(_config(Path(directory), lease_s=2.0, **ports)):
         print("listens", flush=True)

@@ -27,6 +27,7 @@ class ReadAhead:
         self._lock = threading.Lock()
         self._buckets: OrderedDict[_Key, Future[Bucket]] = OrderedDict()
         self._pool = ThreadPoolExecutor(1, "bucket-reads")
+        self._room: list[bytearray] = []
         self.num_waiting = 0  # buckets that are being read or wait for it
 
     def get(self, order: Order, bucket: int, *, load: bool) -> Bucket | None:
@@ -62,7 +63,7 @@ class ReadAhead:
 
     def _read(self, order: Order, bucket: int) -> Bucket:
         try:
-            found = order.files.read(bucket)
+            found = order.files.read(bucket, self._room)
         except (OSError, ValueError) as error:
             if not order.is_over:
                 order.lose(bucket, error)

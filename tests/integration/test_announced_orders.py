@@ -194,12 +194,12 @@ def test_a_slow_disk_leaves_the_rows_to_the_shards(
 ) -> None:
     read, number = BucketFiles.read, itertools.count()
 
-    def late(files: BucketFiles, bucket: int) -> Bucket:
+    def late(*arguments: Any) -> Bucket:
         if next(number) % 3 == 0:
             monkeypatch.setattr(read_ahead, "_WAIT_S", 0.0)
         else:
             monkeypatch.setattr(read_ahead, "_WAIT_S", 8.0)
-        return read(files, bucket)
+        return read(*arguments)
 
     monkeypatch.setattr(BucketFiles, "read", late)
     monkeypatch.setattr(read_ahead, "_WAIT_S", 0.0)
