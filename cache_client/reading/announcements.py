@@ -40,11 +40,13 @@ class _Told:
         prepared: the share that is.
         wants: it has not all buckets.
         refused: why it does not prepare it.
+        begun: it knows that a pass begins.
     """
 
     prepared: float = 0.0
     wants: bool = True
     refused: str = ""
+    begun: bool = False
 
     @property
     def is_decided(self) -> bool:
@@ -168,12 +170,12 @@ class Announcements:
             lease_s=lease_s if math.isfinite(lease_s) else _LEASE_S,
             after=after,
             query=not self._sends,
-            begins=self._sends and not after,
+            begins=self._sends and not after and not told.begun,
         )
         try:
             while True:
                 answer = self._ask(node, request)
-                told.refused, told.prepared = answer.refused, answer.prepared
+                told.refused, told.prepared, told.begun = answer.refused, answer.prepared, True
                 told.wants = answer.HasField("wanted")
                 if not (told.wants and self._sends and time.monotonic() < deadline):
                     break
