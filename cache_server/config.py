@@ -272,6 +272,28 @@ class NodeConfig(BaseModel):
             metavar="<size>",
         ),
     ] = None
+    scratch_limit_bytes: Annotated[
+        Bytes | None,
+        Flag(
+            "Most bytes of the scratch disk: tables on a disk that do not fit in memory are laid "
+            "out there in the orders that jobs will read. A job needs about the size of its part "
+            "of the table on this node, twice that to prepare an epoch while another is read. "
+            "Default: none, and shuffled rows are read from the shards at random.",
+            name="--scratch-limit",
+            metavar="<size>",
+        ),
+    ] = None
+    scratch_dir: Annotated[
+        Path | None,
+        BeforeValidator(_not_empty),
+        _described_as("a path"),
+        Flag(
+            "Directory of the scratch disk, with --scratch-limit; default: below the cache "
+            "directory.",
+            metavar="<path>",
+        ),
+    ] = None
+    page_memory_bytes: Bytes | None = None  # for preparing and the page cache; default: of the node
     memory_share: Annotated[
         float,
         Field(gt=0, le=1),

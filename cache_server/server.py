@@ -57,6 +57,7 @@ from cache_server.node.status import CacheStatus, NodeStatus
 from cache_server.node.traffic import Traffic
 from cache_server.rpc.control_service import ControlService
 from cache_server.rpc.flight_service import FlightService
+from cache_server.scratch.scratch import Scratch
 from cache_server.shards.huge_pages import HugePages
 from cache_server.shards.scrub import Scrub
 from cache_server.shards.store import ShardStore
@@ -120,7 +121,10 @@ class CacheServer:
             sources = AllowedSources(config.allow_source)
             stack.enter_context(gate.opened(sources))
             functions = installed(config.allow_function)
+            scratch = _scratch(config, store)
             description = self._description(store, functions)
+            if config.scratch_limit_bytes is not None and not self._memory.most_shard_bytes:
+                description.prepares_above_bytes = scratch.sizes.above_bytes
             own, link = self._coordinate(stack, description, sources, functions)
             coordinator = None if own is None else own.coordinator
             self._readiness = _Readiness(
@@ -142,6 +146,7 @@ class CacheServer:
                     keep_orphans_s=(
                         math.inf if config.keep_orphans_s is None else config.keep_orphans_s
                     ),
+                    scratch=scratch,
                 )
             )
             node = self._node  # no reference to this object: gRPC ends with it
@@ -379,6 +384,7 @@ class _Status:
             ),
             loads_running=sum(version.loading for version in versions),
             scrubbed_bytes=self.scrub.num_bytes,
+            orders=self.node.scratch.counts,
             damaged_shards=self.scrub.num_damaged,
             cache=cache,
         )
@@ -518,6 +524,14 @@ def _node_functions(
     memory_bytes = max(expression_memory(all_bytes, load_threads).num_bytes, _LEAST_FUNCTION_BYTES)
     count = config.function_workers or min(_num_processors(), _MOST_FUNCTION_WORKERS)
     return NodeFunctions(functions, FunctionWorkers(count, memory_bytes), sources.check_source)
+
+
+def _scratch(config: NodeConfig, store: ShardStore) -> Scratch:
+    folder = store.scratch / "orders"
+    if config.scratch_dir is not None:
+        folder = config.scratch_dir.absolute() / f".orders-{store.node_id}"
+    memory_bytes = config.page_memory_bytes or config.memory().all_bytes
+    return Scratch(folder, config.scratch_limit_bytes, memory_bytes)
 
 
 def _catalogue_dir(config: NodeConfig) -> Path:

@@ -55,7 +55,7 @@ _GRPC_OPTIONS = [
     ("grpc.http2.ping_timeout_ms", _PING_TIMEOUT_MS),
 ]
 _NOBODY = "grpc://127.0.0.1:1"
-_ENDPOINTS_ACTION, _REPORT_ACTION = "endpoints", "report"
+_ENDPOINTS_ACTION, _REPORT_ACTION, _ANNOUNCE_ACTION = "endpoints", "report", "announce"
 _NUMBERS_SCHEMA = pa.schema([pa.field("row", pa.uint32())])
 _LARGEST_FREED_BYTES = 31 * 1024 * 1024
 
@@ -253,6 +253,19 @@ class NodeConnection:
             results = list(self._client.value.do_action(action, self._options(timeout_s)))
         return pb.Disagreement.FromString(results[0].body.to_pybytes()) if results else None
 
+    def announce(self, part: pb.Announcement, timeout_s: float) -> pb.AnnouncementAnswer:
+        """Sends a part of the order in which rows will be read; returns what to send next.
+
+        Raises:
+            RequestError: the node refused it, or is of a release that prepares no orders.
+            NotReadyError, StaleVersionError, DatasetNotFoundError: the node does not hold the rows.
+            NodeUnavailableError: the node did not answer.
+        """
+        action = flight.Action(_ANNOUNCE_ACTION, part.SerializeToString())
+        with self._in_use():
+            results = list(self._client.value.do_action(action, self._options(timeout_s)))
+        return pb.AnnouncementAnswer.FromString(results[0].body.to_pybytes())
+
     def open_gather(
         self,
         dataset: str,
@@ -263,6 +276,7 @@ class NodeConnection:
         rows_per_message: int = 0,
         by_shard: bool = False,
         null_names: Collection[str] = (),
+        order: str = "",
     ) -> GatherStream:
         """Opens a stream that answers row ids with rows.
 
@@ -271,6 +285,7 @@ class NodeConnection:
             rows_per_message: the most rows in one message of an answer; 0: one message.
             by_shard: row ids are numbers by shard.
             null_names: the units of null bits to send: see `cache_protocol.storage.flat_columns`.
+            order: that was announced, in which rows will be asked for.
         """
         request = pb.GatherRequest(
             dataset=dataset,
@@ -279,6 +294,7 @@ class NodeConnection:
             rows_per_message=rows_per_message,
             by_shard=by_shard,
             null_names=null_names,
+            order=order,
         )
         descriptor = flight.FlightDescriptor.for_command(request.SerializeToString())
         opened_at = time.monotonic()
@@ -432,6 +448,7 @@ def _shard_map(info: flight.FlightInfo, asked_at: float, of: str = "the cache") 
         tuple(checksums),
         plan.full_name,
         plan.erasures,
+        preparing=tuple(plan.preparing_nodes),
     )
 
 

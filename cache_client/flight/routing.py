@@ -67,6 +67,7 @@ class ShardMap:
         full_name: of the dataset, with its namespace; empty: of a node that does not tell.
         erasures: how many acts erased some of its rows, as the cache said.
         erased: the rows that they erased.
+        preparing: ids of nodes that prepare announced orders of the version.
         log: of a version that may load: the map has the shards of its groups, ``num_rows`` rows
             together, and its row ids are numbers by shard. None: of a ready version.
     """
@@ -87,6 +88,7 @@ class ShardMap:
     full_name: str = field(default="", repr=False, compare=False)
     erasures: int = field(default=0, compare=False)
     erased: Erased = field(default=Erased(), repr=False, compare=False)
+    preparing: tuple[str, ...] = field(default=(), repr=False, compare=False)
     layout: Layout = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -210,6 +210,7 @@ class Reader:
         health: what earlier readers of the version found; used instead of ``shards``; may be
             shared.
         counts: counts rows, bytes, waits and failures; may be shared.
+        order: that was announced to nodes, in which rows are asked for.
     """
 
     def __init__(
@@ -225,8 +226,10 @@ class Reader:
         credentials: Credentials = NO_CREDENTIALS,
         health: NodeHealth | None = None,
         counts: ReadCounts | None = None,
+        order: str = "",
     ) -> None:
         self._columns = columns
+        self._order = order
         self._replica_offset = replica_offset
         self._rows_per_message = rows_per_message
         self._deadline_s = deadline_s
@@ -500,6 +503,7 @@ class Reader:
             rows_per_message=self._rows_per_message,
             by_shard=shards.log is not None,
             null_names=shards.layout.nulls.units,
+            order=self._order,
         )
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection
 from dataclasses import replace
+from typing import Self
 
 from cache_client.flight.routing import ShardMap
 from cache_client.reading.counts import ReadCounts
@@ -47,6 +49,7 @@ class Source:
         self._credentials = credentials
         self._deadline_s = deadline_s
         self.local = local
+        self._order = ""
         self._process_shards: PerProcess[LocalShards] = PerProcess()
         self._process_health: PerProcess[NodeHealth] = PerProcess()
 
@@ -64,6 +67,12 @@ class Source:
             local=self.local,
         )
 
+    def in_order(self, order: str) -> Self:
+        """The same rows, of nodes that were told in which order they will be asked for."""
+        other = copy.copy(self)
+        other._order, other.local = order, False
+        return other
+
     def open_reader(
         self, *, replica_offset: int, rows_per_message: int, counts: ReadCounts
     ) -> Reader:
@@ -79,6 +88,7 @@ class Source:
             credentials=self._credentials,
             health=self._node_health(),
             counts=counts,
+            order=self._order,
         )
 
     def local_shards(self) -> LocalShards | None:

@@ -39,6 +39,7 @@ from cache_client.order.permutation import checked_integer
 from cache_client.order.states import OrderState, WorkerState
 from cache_client.reading.counts import SharedCounts
 from cache_client.reading.per_process import PerProcess
+from cache_client.training.announced import in_announced_order
 from cache_client.training.described import Described
 from cache_client.training.familiar import count_of
 from cache_client.training.first_epoch import LoadingSource
@@ -395,17 +396,25 @@ class RankBatches(Described, IterableDataset[Any]):
         check_pass(pass_, self._cursor, self._opened.name, shuffle=self._config.shuffle.shuffle)
         process, opened = os.getpid(), self._opened  # a pass keeps its version
         sizes = opened.sizes_of(self._config, pass_.num_workers)
-        with opened.source.open_reader(
-            replica_offset=self.rank,
-            rows_per_message=sizes.rows_per_message(),
-            counts=self._observer.counts,
-        ) as reader:
+        with (
+            in_announced_order(self._config, opened, pass_, self._skipped) as (source, go_on),
+            source.open_reader(
+                replica_offset=self.rank,
+                rows_per_message=sizes.rows_per_message(),
+                counts=self._observer.counts,
+            ) as reader,
+        ):
+
+            def keep_lease() -> None:
+                reader.keep_lease()
+                go_on()
+
             batches = pass_batches(
                 pass_, reader, self._config, opened, sizes, self._observer, self._shared_counts
             )
             if self._config.device is not None:
                 batches = on_device(batches, self._config.device, interrupt=reader.close)
-            watched = self._observer.watch(pass_, batches, keep_lease=reader.keep_lease)
+            watched = self._observer.watch(pass_, batches, keep_lease=keep_lease)
             with closing(batches), closing(watched):
                 # Counted here: batches that are made ahead are not consumed.
                 for done, batch in enumerate(watched, 1):

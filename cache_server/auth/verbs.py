@@ -23,7 +23,7 @@ ROLES: Mapping[str, Role | None] = {
     "flight GET_SCHEMA": Role.READER,
     "flight DO_GET": Role.READER,  # of a shard file: see SHARD_FILE
     "flight DO_PUT": Role.WRITER,
-    "flight DO_ACTION": Role.READER,  # of held shards: see HELD_SHARDS
+    "flight DO_ACTION": Role.READER,  # also of an order; of held shards: see HELD_SHARDS
     "flight LIST_ACTIONS": Role.READER,
     "flight DO_EXCHANGE": Role.READER,
     f"grpc {_COORDINATOR}CreateDataset": Role.WRITER,

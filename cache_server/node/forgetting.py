@@ -89,8 +89,9 @@ class Forgetting:
         store: of the node.
         states: of its versions, which the heartbeat thread changes.
         lock: of the states.
-        row_values: of the node, which keeps values of rows.
+        row_values: of the node.
         tombstones: that the node knows.
+        forget: removes what is kept of rows of a version, other than its shards.
     """
 
     def __init__(
@@ -100,12 +101,14 @@ class Forgetting:
         lock: threading.Lock,
         row_values: RowValues,
         tombstones: KnownTombstones,
+        forget: Callable[[VersionKey], None],
     ) -> None:
         self._store = store
         self._states = states
         self._lock = lock
         self._row_values = row_values
         self._tombstones = tombstones
+        self._forget = forget
 
     def find(self, rows: ResidentRows, request: pb.FindRowsRequest) -> pb.FindRowsResponse:
         """The rows of a shard that fulfil conditions, with their tombstones.
@@ -144,7 +147,7 @@ class Forgetting:
             if any(state.is_read for state in states):
                 return  # the next heartbeat tries again
         for name in sharing:
-            self._row_values.forget(name)
+            self._forget(name)
         for index, rows in places.items():
             self._store.erase(key, index, rows)
         with self._lock:

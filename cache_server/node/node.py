@@ -72,6 +72,7 @@ from cache_server.node.sent_files import file_bytes
 from cache_server.node.status import VersionStatus, version_statuses
 from cache_server.node.version_state import Load, VersionState
 from cache_server.node.write_schemas import WriteSchemas
+from cache_server.scratch.scratch import Scratch
 from cache_server.shards.resident_rows import ResidentRows
 from cache_server.shards.store import ShardStore
 from cache_server.shards.version_key import VersionKey
@@ -101,9 +102,11 @@ class Node:
         sources: that it may read.
         functions: that SQL may call; None: no installed function.
         keep_orphans_s: how long files stay that the coordinator does not know.
+        scratch: for announced orders; None: it prepares none.
 
     Attributes:
         row_values: computes values of the rows that it serves.
+        scratch: the orders that readers announced.
     """
 
     def __init__(
@@ -119,6 +122,7 @@ class Node:
         sources: AllowedSources = AllowedSources([""]),  # noqa: B008  it is immutable
         functions: NodeFunctions | None = None,
         keep_orphans_s: float = math.inf,
+        scratch: Scratch | None = None,
     ) -> None:
         self._store = store
         self._keep_orphans_s = keep_orphans_s
@@ -153,7 +157,10 @@ class Node:
         all_bytes = MACHINE_BYTES if memory is None else memory.all_bytes
         expressions = expression_memory(all_bytes, load_threads)
         self.row_values = RowValues(store.free_bytes, expressions, functions, self._plan_of)
-        self._forgetting = Forgetting(store, self._states, self._lock, self.row_values, known)
+        self.scratch = scratch or Scratch(store.scratch / "orders", None, all_bytes)
+        self._forgetting = Forgetting(
+            store, self._states, self._lock, self.row_values, known, self._forget
+        )
         self._beats, self._leaving = threading.Condition(), Leaving()
         self._begun = self._answered = 0  # heartbeats
         schemas, room, stop = WriteSchemas(link.write_schema), self._room.ask, self._stop
@@ -219,6 +226,7 @@ class Node:
             futures = [load.future for load in self._loads() if not load.future.done()]
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
         _, running = wait(futures, left)
+        self.scratch.close()
         if not running:
             self._memory.close()
         return not running and not self._thread.is_alive()
@@ -517,6 +525,7 @@ class Node:
             becomes_ready = result.is_ready and not self._is_ready
             self._is_ready |= result.is_ready
         self.row_values.trim()
+        self.scratch.trim()
         if becomes_ready:
             self._on_ready()
         return any(isinstance(action, Publish | Erase | StartLoads) for action in result.actions)
@@ -534,7 +543,7 @@ class Node:
             case Retire(key):
                 with self._lock:
                     self._states[key].retire()
-                self.row_values.forget(key)
+                self._forget(key)
                 # The next version may need the room before the last load has ended.
                 self._store.drop(key, *self._store.shards(key))
             case Remove(key):
@@ -542,7 +551,7 @@ class Node:
                     state = self._states.pop(key, None)
                 if state is not None:
                     state.tables.close()
-                self.row_values.forget(key)
+                self._forget(key)
                 self._store.drop_version(key)
             case Update(desired):
                 self._update(desired)
@@ -564,6 +573,10 @@ class Node:
                     self._threads.start(self._states[key], shard)
             case StartWholeQuery(key, missing):
                 self._threads.start(self._states[key], missing=missing)
+
+    def _forget(self, key: VersionKey) -> None:
+        self.row_values.forget(key)
+        self.scratch.forget(key)
 
     def _update(self, desired: DesiredVersion) -> None:
         key = desired.plan.key

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field
 
 from cache_protocol.storage.shard_files import MappedShard
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.auth.principals import Viewer
 from cache_server.node.traffic import Counts
 from cache_server.node.version_state import VersionState
+from cache_server.scratch.scratch import Counts as OrderCounts
 from cache_server.shards.put_key import PutKey
 from cache_server.shards.version_key import VersionKey
 
@@ -109,6 +110,7 @@ class NodeStatus:
         cache: only on a coordinator.
         loads_running: loads and copies of all versions on this node.
         scrubbed_bytes, damaged_shards: see `Scrub`.
+        orders: that readers announced.
     """
 
     node: pb.Node
@@ -122,3 +124,4 @@ class NodeStatus:
     loads_running: int = 0
     scrubbed_bytes: int = 0
     damaged_shards: int = 0
+    orders: OrderCounts = field(default_factory=OrderCounts)

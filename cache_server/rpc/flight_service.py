@@ -53,7 +53,7 @@ from cache_server.shards.version_key import VersionKey
 
 logger = logging.getLogger(__name__)
 
-ENDPOINTS_ACTION, REPORT_ACTION = "endpoints", "report"
+ENDPOINTS_ACTION, REPORT_ACTION, ANNOUNCE_ACTION = "endpoints", "report", "announce"
 MAX_ROW_IDS = 4 * 1024 * 1024  # of a request
 MAX_ANSWER_BYTES = 2**30  # of a message; Flight sends less than 2 GiB
 _MESSAGE_BYTES = 2 * 1024 * 1024  # the best message size of Flight over loopback
@@ -305,7 +305,8 @@ class FlightService(flight.FlightServerBase):
                     row_bytes = rows.mean_row_bytes(selection)
                     writer.begin(selection.layout.schema)
                 num_bytes = _message_bytes(len(row_ids), request.rows_per_message, row_bytes)
-                batches = rows.gather(row_ids, selection, request.rows_per_message)
+                order = node.scratch.find(rows, request.order) if request.order else None
+                batches = rows.gather(row_ids, selection, request.rows_per_message, order)
                 read = Read(rows.key.dataset, "exchange")
                 with tracing.ending(_span_of(chunk, read.dataset, len(row_ids))):
                     for batch in call.paced(batches, num_bytes, row_ids.nbytes):
@@ -328,6 +329,11 @@ class FlightService(flight.FlightServerBase):
                     "a cache.v1.Disagreement follows where its ranks disagree",
                 ),
                 (
+                    ANNOUNCE_ACTION,
+                    "takes a part of the order in which rows will be read: a "
+                    "cache.v1.Announcement, answers a cache.v1.AnnouncementAnswer",
+                ),
+                (
                     HELD_SHARDS_ACTION,
                     "for the coordinator: takes a cache.v1.HeldShardsRequest, answers a "
                     "cache.v1.HeldShardsResponse",
@@ -348,6 +354,12 @@ class FlightService(flight.FlightServerBase):
                 report = _parse(pb.ReaderReport, action.body, "report")
                 told = self._ready_node().take_report(report, call.principal)
                 return iter([] if told is None else [flight.Result(told.SerializeToString())])
+            if action.type == ANNOUNCE_ACTION:
+                part = _parse(pb.Announcement, action.body, "announcement")
+                node, viewer = self._ready_node(), call.principal.viewer
+                rows = node.rows(part.dataset, part.fingerprint, viewer)
+                said = node.scratch.announce(rows, part)
+                return iter([flight.Result(said.SerializeToString())])
             if action.type == HELD_SHARDS_ACTION:
                 call.principal.require(Role.NODE, HELD_SHARDS)
                 asked = _parse(pb.HeldShardsRequest, action.body, "request for held shards")
@@ -357,12 +369,12 @@ class FlightService(flight.FlightServerBase):
             if action.type == FIND_ROWS_ACTION:
                 call.principal.require(Role.NODE, FIND_ROWS)
                 wanted = _parse(pb.FindRowsRequest, action.body, "request for rows")
-                rows = self._ready_node().find_rows(wanted)
-                return iter([flight.Result(rows.SerializeToString())])
+                found = self._ready_node().find_rows(wanted)
+                return iter([flight.Result(found.SerializeToString())])
             if action.type != ENDPOINTS_ACTION:
                 raise RequestError(
                     f"no action {action.type!r}; actions: {ENDPOINTS_ACTION}, {REPORT_ACTION}, "
-                    f"{HELD_SHARDS_ACTION}"
+                    f"{ANNOUNCE_ACTION}, {HELD_SHARDS_ACTION}"
                 )
             endpoints = self._ready_node().coordinator
             if not endpoints.control_location:

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
+from typing import Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -41,6 +42,18 @@ _MOST_SIZED = 64  # shards whose values are measured for a mean
 _FEW_RUNS = 8  # in a message: fewer are sent alone
 _MOST_COPIED = 1 << 20  # rows of runs, for their row ids take memory, too
 _ROWS_PER_SHARD = 64  # of plain columns, gathered at once; a message may have fewer
+
+
+class Prepared(Protocol):
+    """Rows that were laid out in the order in which they are asked for."""
+
+    def gather(
+        self,
+        row_ids: Ids,
+        selection: Selection,
+        from_shards: Callable[[Ids], pa.RecordBatch],
+    ) -> pa.RecordBatch:
+        """The rows with these ids, in this order; ``from_shards`` gathers those that it lacks."""
 
 
 def _check_text(name: str, array: pa.Array) -> None:
@@ -185,7 +198,11 @@ class ResidentRows:
         return batch.filter(pa.array(kept))
 
     def gather(
-        self, row_ids: Ids, selection: Selection, rows_per_message: int = 0
+        self,
+        row_ids: Ids,
+        selection: Selection,
+        rows_per_message: int = 0,
+        order: Prepared | None = None,
     ) -> Iterator[pa.RecordBatch]:
         """The rows with these ids, in this order, as stored batches of the selection.
 
@@ -193,6 +210,7 @@ class ResidentRows:
 
         Args:
             rows_per_message: the most rows of a batch, fewer from a disk; 0: one batch has all.
+            order: has some of the rows in buckets.
 
         Raises:
             InvalidRowsError: for an id outside the dataset; before the first batch.
@@ -201,10 +219,10 @@ class ResidentRows:
             NodeUnavailableError: the shards cannot be mapped.
             ErasedRowsError: one of the rows was forgotten.
         """
-        yield from self._held(self._gather(row_ids, selection, rows_per_message))
+        yield from self._held(self._gather(row_ids, selection, rows_per_message, order))
 
     def _gather(
-        self, row_ids: Ids, selection: Selection, rows_per_message: int
+        self, row_ids: Ids, selection: Selection, rows_per_message: int, order: Prepared | None
     ) -> Iterator[pa.RecordBatch]:
         if not len(row_ids):
             yield empty_batch(selection.layout)
@@ -221,6 +239,9 @@ class ResidentRows:
             return
         shard_of = self._locate(row_ids)
         table = self._side_by_side()
+        if order is not None:
+            yield from self._in_order(row_ids, selection, step, order)
+            return
         block = step
         if any(column.kind == "plain" for column in selection.layout.columns):
             # Each shard costs some calls: gather enough rows at once for several of each shard.
@@ -232,6 +253,18 @@ class ResidentRows:
             for batch in table.parts(row_ids, shard_of, selection, block):
                 for start in range(0, batch.num_rows, step):
                     yield batch.slice(start, step)
+
+    def _in_order(
+        self, row_ids: Ids, selection: Selection, step: int, order: Prepared
+    ) -> Iterator[pa.RecordBatch]:
+        """Rows that are here: from the buckets of an order, or from the shards."""
+
+        def from_shards(ids: Ids) -> pa.RecordBatch:
+            with self._damage_reported():
+                return self._side_by_side().gather(ids, self._locate(ids), selection)
+
+        for at in range(0, len(row_ids), step):
+            yield order.gather(row_ids[at : at + step], selection, from_shards)
 
     def mean_row_bytes(self, selection: Selection) -> int:
         """About the bytes of a row of the selection: the mean over some shards that are here.
@@ -419,6 +452,36 @@ class ResidentRows:
     def shard_of(self, row: int) -> MappedShard:
         """The shard with a row."""
         return self._shards[self._shard_at(row)]
+
+    def first_of_shard(self, row: int) -> int:
+        """The first row of the shard with a row."""
+        return int(self._starts[self._shard_at(row)])
+
+    @property
+    def num_held(self) -> int:
+        """Rows that are here."""
+        return int((self._stops - self._starts).sum())
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the files of these shards."""
+        return sum(shard.sealed.num_bytes for shard in self._shards)
+
+    @property
+    def ranges(self) -> list[tuple[int, int]]:
+        """The rows that are here, as ascending runs."""
+        runs: list[tuple[int, int]] = []
+        for start, stop in zip(self._starts.tolist(), self._stops.tolist(), strict=True):
+            if runs and runs[-1][1] == start:
+                start = runs.pop()[0]
+            runs.append((start, stop))
+        return runs
+
+    def stored(
+        self, start: int, stop: int, max_rows: int, selection: Selection
+    ) -> Iterator[pa.RecordBatch]:
+        """Rows as `slices`, also those that were forgotten, as zeros."""
+        yield from self._held(self.slices(start, stop, max_rows, selection))
 
     def _shard_at(self, row: int) -> int:
         """Index of the shard with this row."""

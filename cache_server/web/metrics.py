@@ -70,6 +70,18 @@ def _of_node(status: NodeStatus) -> Iterator[Metric]:
         "Shards that were dropped because their file was damaged.",
         value=status.damaged_shards,
     )
+    yield CounterMetricFamily(
+        "data_cache_bucket_rows",
+        "Rows that came from buckets of announced orders.",
+        value=status.orders.num_rows,
+    )
+    orders = CounterMetricFamily(
+        "data_cache_orders", "Announced orders that ended so.", labels=["state"]
+    )
+    orders.add_metric(["prepared"], status.orders.num_prepared)
+    orders.add_metric(["failed"], status.orders.num_failed)
+    yield orders
+    yield _gauge("scratch_bytes", "Bytes of bucket files.", status.orders.num_bytes)
     rows = CounterMetricFamily(
         "data_cache_served_rows",
         "Rows sent, by Flight verb. Trainers on the same machine read the files directly.",

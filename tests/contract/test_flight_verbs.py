@@ -340,7 +340,7 @@ def test_the_endpoints_action_of_every_node_says_where_the_coordinator_is(served
         with connect(node.endpoint) as connection:
             (result,) = connection.do_action("endpoints", TIMEOUT)
             actions = [action.type for action in connection.list_actions(TIMEOUT)]
-            assert actions == ["endpoints", "report", "held-shards", "find-rows"]
+            assert actions == ["endpoints", "report", "announce", "held-shards", "find-rows"]
         endpoints = pb.CoordinatorEndpoints.FromString(result.body.to_pybytes())
         assert endpoints.flight_location == served.cluster.endpoint
         assert endpoints.control_location == served.cluster.nodes[0].control_location

@@ -29,7 +29,7 @@ from cache_protocol.storage.layout import Matrix
 _PROT_NONE = 0
 _MAP_FIXED = 0x10
 _MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2
-_MADV_RANDOM, _MADV_WILLNEED, _MADV_COLLAPSE = 1, 3, 25
+_MADV_RANDOM, _MADV_WILLNEED, _MADV_DONTNEED, _MADV_COLLAPSE = 1, 3, 4, 25
 _PROCESS_MADVISE = 440  # the number of the system call, on every kind of processor
 _MOST_RANGES = 1024  # of one system call
 _BLOCK_BYTES = 512  # in which getrusage(2) counts
@@ -230,6 +230,17 @@ def bytes_from_disk() -> int:
     """The bytes that this thread has made the kernel read from disks so far."""
     usage = resource.getrusage(resource.RUSAGE_THREAD)
     return max(usage.ru_inblock * _BLOCK_BYTES, usage.ru_majflt * mmap.PAGESIZE)
+
+
+def forget_pages(start: int, size: int) -> None:
+    """Takes pages of a read-only file map out of this process: the kernel may drop them then.
+
+    The next read maps them again. Only whole pages inside of the range; see MADV_DONTNEED.
+    """
+    first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+    stop = (start + size) // mmap.PAGESIZE * mmap.PAGESIZE
+    if stop > first:
+        _c_function("madvise", _POINTER, _SIZE, _INT)(first, stop - first, _MADV_DONTNEED)
 
 
 def return_free_memory() -> None:

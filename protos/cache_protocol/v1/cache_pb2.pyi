@@ -696,6 +696,7 @@ class Node(google.protobuf.message.Message):
     PROTOCOL_FIELD_NUMBER: builtins.int
     FUNCTIONS_FIELD_NUMBER: builtins.int
     ZONE_FIELD_NUMBER: builtins.int
+    PREPARES_ABOVE_BYTES_FIELD_NUMBER: builtins.int
     id: builtins.str
     flight_location: builtins.str
     """grpc://host:port"""
@@ -721,6 +722,8 @@ class Node(google.protobuf.message.Message):
     """that the node speaks; 0: of a release that does not tell"""
     zone: builtins.str
     """a failure domain, such as a zone of a cloud; empty: unknown"""
+    prepares_above_bytes: builtins.int
+    """The node prepares announced orders of versions of which it holds more than this; 0: of none."""
     @property
     def drain(self) -> Global___Drain:
         """set by the coordinator while it moves the shards of the node away"""
@@ -749,9 +752,10 @@ class Node(google.protobuf.message.Message):
         protocol: builtins.int = ...,
         functions: collections.abc.Iterable[Global___NodeFunction] | None = ...,
         zone: builtins.str = ...,
+        prepares_above_bytes: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["drain", b"drain"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["alive", b"alive", "cache_dir", b"cache_dir", "control_location", b"control_location", "drain", b"drain", "flight_location", b"flight_location", "functions", b"functions", "id", b"id", "leaving", b"leaving", "memory_limit_bytes", b"memory_limit_bytes", "name", b"name", "process", b"process", "protocol", b"protocol", "stored_bytes", b"stored_bytes", "stored_shards", b"stored_shards", "untrusted", b"untrusted", "version", b"version", "zone", b"zone"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["alive", b"alive", "cache_dir", b"cache_dir", "control_location", b"control_location", "drain", b"drain", "flight_location", b"flight_location", "functions", b"functions", "id", b"id", "leaving", b"leaving", "memory_limit_bytes", b"memory_limit_bytes", "name", b"name", "prepares_above_bytes", b"prepares_above_bytes", "process", b"process", "protocol", b"protocol", "stored_bytes", b"stored_bytes", "stored_shards", b"stored_shards", "untrusted", b"untrusted", "version", b"version", "zone", b"zone"]) -> None: ...
 
 Global___Node: typing_extensions.TypeAlias = Node
 
@@ -924,6 +928,7 @@ class ReadPlan(google.protobuf.message.Message):
     ZONES_FIELD_NUMBER: builtins.int
     ERASURES_FIELD_NUMBER: builtins.int
     ERASED_ROWS_FIELD_NUMBER: builtins.int
+    PREPARING_NODES_FIELD_NUMBER: builtins.int
     dataset: builtins.str
     fingerprint: builtins.str
     lease_s: builtins.float
@@ -944,6 +949,10 @@ class ReadPlan(google.protobuf.message.Message):
     def zones(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
         """node id -> zone, of nodes that have one"""
 
+    @property
+    def preparing_nodes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Ids of nodes that prepare orders of this version when a reader announces them."""
+
     def __init__(
         self,
         *,
@@ -956,9 +965,10 @@ class ReadPlan(google.protobuf.message.Message):
         zones: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
         erasures: builtins.int = ...,
         erased_rows: builtins.int = ...,
+        preparing_nodes: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["log", b"log"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["dataset", b"dataset", "erased_rows", b"erased_rows", "erasures", b"erasures", "fingerprint", b"fingerprint", "full_name", b"full_name", "lease_s", b"lease_s", "log", b"log", "protocol", b"protocol", "zones", b"zones"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["dataset", b"dataset", "erased_rows", b"erased_rows", "erasures", b"erasures", "fingerprint", b"fingerprint", "full_name", b"full_name", "lease_s", b"lease_s", "log", b"log", "preparing_nodes", b"preparing_nodes", "protocol", b"protocol", "zones", b"zones"]) -> None: ...
 
 Global___ReadPlan: typing_extensions.TypeAlias = ReadPlan
 
@@ -1127,6 +1137,7 @@ class GatherRequest(google.protobuf.message.Message):
     ROWS_PER_MESSAGE_FIELD_NUMBER: builtins.int
     BY_SHARD_FIELD_NUMBER: builtins.int
     NULL_NAMES_FIELD_NUMBER: builtins.int
+    ORDER_FIELD_NUMBER: builtins.int
     dataset: builtins.str
     fingerprint: builtins.str
     rows_per_message: builtins.int
@@ -1135,6 +1146,8 @@ class GatherRequest(google.protobuf.message.Message):
     """Rows are numbered by shard: index * 2^40 + place in the shard. These numbers hold as soon as the
     shard is sealed; row ids do only when all are.
     """
+    order: builtins.str
+    """an announced order: rows come from its buckets, where these are there"""
     @property
     def columns(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """empty: all"""
@@ -1152,10 +1165,100 @@ class GatherRequest(google.protobuf.message.Message):
         rows_per_message: builtins.int = ...,
         by_shard: builtins.bool = ...,
         null_names: collections.abc.Iterable[builtins.str] | None = ...,
+        order: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["by_shard", b"by_shard", "columns", b"columns", "dataset", b"dataset", "fingerprint", b"fingerprint", "null_names", b"null_names", "rows_per_message", b"rows_per_message"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["by_shard", b"by_shard", "columns", b"columns", "dataset", b"dataset", "fingerprint", b"fingerprint", "null_names", b"null_names", "order", b"order", "rows_per_message", b"rows_per_message"]) -> None: ...
 
 Global___GatherRequest: typing_extensions.TypeAlias = GatherRequest
+
+@typing.final
+class Announcement(google.protobuf.message.Message):
+    """Body of the Flight action "announce": an order in which rows of a version will be asked for. It
+    changes no result. The node answers with an AnnouncementAnswer, which says what to send next.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DATASET_FIELD_NUMBER: builtins.int
+    FINGERPRINT_FIELD_NUMBER: builtins.int
+    ORDER_FIELD_NUMBER: builtins.int
+    NUM_ROWS_FIELD_NUMBER: builtins.int
+    START_FIELD_NUMBER: builtins.int
+    LEASE_S_FIELD_NUMBER: builtins.int
+    AFTER_FIELD_NUMBER: builtins.int
+    QUERY_FIELD_NUMBER: builtins.int
+    BEGINS_FIELD_NUMBER: builtins.int
+    FIRST_ROW_FIELD_NUMBER: builtins.int
+    BUCKETS_FIELD_NUMBER: builtins.int
+    dataset: builtins.str
+    fingerprint: builtins.str
+    order: builtins.str
+    """its name: equal for all ranks of a job, and after a restart"""
+    num_rows: builtins.int
+    """that it asks for"""
+    start: builtins.float
+    """the share of the order that is read already"""
+    lease_s: builtins.float
+    """how long the node keeps it after its last use"""
+    after: builtins.str
+    """the order that is read before it; empty: none"""
+    query: builtins.bool
+    """only asks how far the node is"""
+    begins: builtins.bool
+    """a pass begins: what it lacks is prepared again"""
+    first_row: builtins.int
+    """of the buckets"""
+    buckets: builtins.bytes
+    """2 bytes a row, the low one first: 0: the row is not read; else its bucket, from 1."""
+    def __init__(
+        self,
+        *,
+        dataset: builtins.str = ...,
+        fingerprint: builtins.str = ...,
+        order: builtins.str = ...,
+        num_rows: builtins.int = ...,
+        start: builtins.float = ...,
+        lease_s: builtins.float = ...,
+        after: builtins.str = ...,
+        query: builtins.bool = ...,
+        begins: builtins.bool = ...,
+        first_row: builtins.int = ...,
+        buckets: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["after", b"after", "begins", b"begins", "buckets", b"buckets", "dataset", b"dataset", "fingerprint", b"fingerprint", "first_row", b"first_row", "lease_s", b"lease_s", "num_rows", b"num_rows", "order", b"order", "query", b"query", "start", b"start"]) -> None: ...
+
+Global___Announcement: typing_extensions.TypeAlias = Announcement
+
+@typing.final
+class AnnouncementAnswer(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REFUSED_FIELD_NUMBER: builtins.int
+    NUM_BUCKETS_FIELD_NUMBER: builtins.int
+    WANTED_FIELD_NUMBER: builtins.int
+    PREPARED_FIELD_NUMBER: builtins.int
+    refused: builtins.str
+    """why the node does not prepare it; empty: it does"""
+    num_buckets: builtins.int
+    """to cut the order into"""
+    prepared: builtins.float
+    """the share that is; 1: rows come from buckets"""
+    @property
+    def wanted(self) -> Global___RowRange:
+        """whose buckets to send next; none: it has all"""
+
+    def __init__(
+        self,
+        *,
+        refused: builtins.str = ...,
+        num_buckets: builtins.int = ...,
+        wanted: Global___RowRange | None = ...,
+        prepared: builtins.float = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["wanted", b"wanted"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["num_buckets", b"num_buckets", "prepared", b"prepared", "refused", b"refused", "wanted", b"wanted"]) -> None: ...
+
+Global___AnnouncementAnswer: typing_extensions.TypeAlias = AnnouncementAnswer
 
 @typing.final
 class CoordinatorEndpoints(google.protobuf.message.Message):
