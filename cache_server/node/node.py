@@ -13,7 +13,7 @@ import math
 import threading
 import time
 import uuid
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import wait
 from dataclasses import replace
 from functools import partial
@@ -58,6 +58,7 @@ from cache_server.node.reconcile import (
     DropShards,
     Erase,
     Forget,
+    Orphans,
     Publish,
     Remove,
     Retire,
@@ -125,8 +126,7 @@ class Node:
         scratch: Scratch | None = None,
     ) -> None:
         self._store = store
-        self._keep_orphans_s = keep_orphans_s
-        self._orphans: dict[VersionKey, float] = {}  # monotonic seconds of the first answer
+        self._orphans = Orphans(keep_orphans_s)
         self._link = link
         self.description = description
         self._on_ready = on_ready
@@ -516,7 +516,8 @@ class Node:
         self._puts.update(desired.writes)
         self._known.update(desired)
         actual, sealed = self._snapshot()
-        result = reconcile(desired, actual, self._expired(desired, actual))
+        orphans = (key for key in desired.orphans if key in actual)
+        result = reconcile(desired, actual, self._orphans.expired(orphans, time.monotonic()))
         for action in result.actions:
             self._act(action, sealed)
         with self._lock:
@@ -529,14 +530,6 @@ class Node:
         if becomes_ready:
             self._on_ready()
         return any(isinstance(action, Publish | Erase | StartLoads) for action in result.actions)
-
-    def _expired(self, desired: DesiredState, actual: Container[VersionKey]) -> set[VersionKey]:
-        """The orphans that were kept for long enough."""
-        now = time.monotonic()
-        self._orphans = {
-            key: self._orphans.get(key, now) for key in desired.orphans if key in actual
-        }
-        return {k for k, since in self._orphans.items() if now - since >= self._keep_orphans_s}
 
     def _act(self, action: Action, sealed: SealedShards) -> None:
         match action:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 
 from cache_protocol.storage.row_sets import union
@@ -181,6 +181,27 @@ class Reconciliation:
 
     actions: tuple[Action, ...]
     is_ready: bool
+
+
+class Orphans:
+    """Files that the coordinator does not know, and since when.
+
+    Args:
+        keep_s: seconds for which they stay.
+    """
+
+    def __init__(self, keep_s: float) -> None:
+        self._keep_s = keep_s
+        self._since: dict[VersionKey, float] = {}
+
+    def expired(self, orphans: Iterable[VersionKey], now: float) -> set[VersionKey]:
+        """Those that stayed for long enough; the others are forgotten once they are none.
+
+        Args:
+            now: monotonic seconds.
+        """
+        self._since = {key: self._since.get(key, now) for key in orphans}
+        return {key for key, since in self._since.items() if now - since >= self._keep_s}
 
 
 def reconcile(
