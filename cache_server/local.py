@@ -23,7 +23,7 @@ from cache_protocol.datasets.values import as_integer, as_number
 from cache_protocol.errors import CacheError, ConfigError, NodeUnavailableError
 from cache_protocol.wire.credentials import Credentials, publish_token, withdraw_token
 from cache_server.config import NodeConfig
-from cache_server.node.coordinator_link import RemoteCoordinator
+from cache_server.node.links.coordinator_link import RemoteCoordinator
 
 _START_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 15.0

@@ -49,9 +49,9 @@ from cache_server.election.objects import ElectionStore
 from cache_server.functions.declared import Function
 from cache_server.functions.installed import installed
 from cache_server.node import peer_files
-from cache_server.node.coordinator_link import RemoteCoordinator
-from cache_server.node.link import CoordinatorLink
-from cache_server.node.load_functions import NodeFunctions
+from cache_server.node.links.coordinator_link import RemoteCoordinator
+from cache_server.node.links.link import CoordinatorLink
+from cache_server.node.loads.load_functions import NodeFunctions
 from cache_server.node.node import Node
 from cache_server.node.status import CacheStatus, NodeStatus
 from cache_server.node.traffic import Traffic

@@ -22,7 +22,7 @@ from cache_protocol.v1 import cache_pb2_grpc
 from cache_protocol.wire.channels import from_rpc_error, open_channel
 from cache_protocol.wire.credentials import Credentials
 from cache_server.local import LocalNode
-from cache_server.node.coordinator_link import RemoteCoordinator
+from cache_server.node.links.coordinator_link import RemoteCoordinator
 from tests.conftest import rows_of
 from tests.waiting import suspend, wait_until
 

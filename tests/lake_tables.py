@@ -15,7 +15,7 @@ from moto.server import ThreadedMotoServer
 
 from cache_protocol.datasets.dataset_spec import TableSpec
 from cache_server import tables
-from cache_server.node import staging
+from cache_server.node.loads import staging
 from cache_server.source.pinned import Pin, PinnedTable, Split
 from cache_server.sql import loader
 from cache_server.sql.local_tables import LocalFile

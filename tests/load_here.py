@@ -8,9 +8,9 @@ from pathlib import Path
 import pyarrow as pa
 
 from cache_protocol.datasets.dataset_spec import DatasetSpec
-from cache_server.node import loading
 from cache_server.node.desired import DesiredShard
-from cache_server.node.heartbeat_messages import decode_plan
+from cache_server.node.links.heartbeat_messages import decode_plan
+from cache_server.node.loads import loading
 from cache_server.plan.pinned_version import plan_version
 from cache_server.shards.store import ShardStore
 

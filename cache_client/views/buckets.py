@@ -1,7 +1,7 @@
 """The bucket of each row in an epoch, for nodes that lay rows out as they are read. Pure.
 
-A bucket has the rows of consecutive positions, about as many as each other one. Nodes are told a
-number of two bytes a row, in the order of the rows: see `cache.v1.Announcement`.
+A bucket has the rows of consecutive positions, about as many as any other. Nodes get a
+number of two bytes for each row, in the order of the rows: see `cache.v1.Announcement`.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ from cache_protocol.wire.credentials import Credentials
 from cache_server.auth.principals import EVERYTHING, Viewer
 from cache_server.coordinating import Coordinating
 from cache_server.coordination.catalogue_store import CatalogueLostError
-from cache_server.node.coordinator_link import RemoteCoordinator
-from cache_server.node.link import CoordinatorLink
+from cache_server.node.links.coordinator_link import RemoteCoordinator
+from cache_server.node.links.link import CoordinatorLink
 
 _T = TypeVar("_T")
 _HEARD_INTERVALS, _HEARD_S = 2, 1.0  # after an answer; then the lease is looked at

@@ -13,8 +13,8 @@ from cache_protocol.errors import CacheError, NodeUnavailableError
 from cache_protocol.storage.row_sets import encode_rows
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.node.desired import DesiredState
+from cache_server.node.loads.version_state import VersionState, is_erased
 from cache_server.node.row_values import RowValues
-from cache_server.node.version_state import VersionState, is_erased
 from cache_server.shards.resident_rows import ResidentRows
 from cache_server.shards.store import ShardStore
 from cache_server.shards.tombstones import Tombstones, tombstones_of

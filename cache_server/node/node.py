@@ -37,17 +37,20 @@ from cache_protocol.wire.channels import pause_s, rest_s
 from cache_protocol.wire.credentials import NO_CREDENTIALS, Credentials
 from cache_server.auth.principals import ANYONE, EVERYTHING, Principal, Viewer
 from cache_server.egress.allowed_sources import AllowedSources
-from cache_server.node import heartbeat_messages
 from cache_server.node.desired import DesiredState, DesiredVersion, LoadPlan
 from cache_server.node.forgetting import Forgetting, KnownTombstones
-from cache_server.node.heartbeat_log import HeartbeatLog
-from cache_server.node.heartbeat_messages import DesiredDecoder, ReportEncoder, SealedShards
 from cache_server.node.leaving import Leaving
-from cache_server.node.link import CoordinatorLink
-from cache_server.node.load_functions import NodeFunctions
-from cache_server.node.load_memory import LoadMemory
-from cache_server.node.load_threads import LoadThreads
-from cache_server.node.loading import SpooledTables
+from cache_server.node.links import heartbeat_messages
+from cache_server.node.links.heartbeat_log import HeartbeatLog
+from cache_server.node.links.heartbeat_messages import DesiredDecoder, ReportEncoder, SealedShards
+from cache_server.node.links.link import CoordinatorLink
+from cache_server.node.links.room_requests import RoomRequests
+from cache_server.node.links.write_schemas import WriteSchemas
+from cache_server.node.loads.load_functions import NodeFunctions
+from cache_server.node.loads.load_memory import LoadMemory
+from cache_server.node.loads.load_threads import LoadThreads
+from cache_server.node.loads.loading import SpooledTables
+from cache_server.node.loads.version_state import Load, VersionState
 from cache_server.node.puts import PutMessage, Puts
 from cache_server.node.reader_reports import ReaderReports
 from cache_server.node.reconcile import (
@@ -67,12 +70,9 @@ from cache_server.node.reconcile import (
     Update,
     reconcile,
 )
-from cache_server.node.room_requests import RoomRequests
 from cache_server.node.row_values import RowValues
 from cache_server.node.sent_files import file_bytes
 from cache_server.node.status import VersionStatus, version_statuses
-from cache_server.node.version_state import Load, VersionState
-from cache_server.node.write_schemas import WriteSchemas
 from cache_server.scratch.scratch import Scratch
 from cache_server.shards.resident_rows import ResidentRows
 from cache_server.shards.store import ShardStore

@@ -35,9 +35,9 @@ from cache_protocol.storage.type_rules import may_expand
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.auth.principals import ANYONE, Principal
 from cache_server.node.desired import OpenWrite
-from cache_server.node.load_memory import LoadMemory
-from cache_server.node.room_requests import AskRoom
-from cache_server.node.write_schemas import WriteSchemas
+from cache_server.node.links.room_requests import AskRoom
+from cache_server.node.links.write_schemas import WriteSchemas
+from cache_server.node.loads.load_memory import LoadMemory
 from cache_server.shards.packing import ShardBuilder
 from cache_server.shards.put_key import PutKey, put_checksum
 from cache_server.shards.store import NoRoomError, ShardStore

@@ -29,7 +29,7 @@ from cache_protocol.storage.column_stats import STATS_SCHEMA
 from cache_protocol.storage.memory_budget import ExpressionMemory
 from cache_protocol.storage.row_sets import among
 from cache_server.node.desired import LoadPlan
-from cache_server.node.load_functions import NodeFunctions
+from cache_server.node.loads.load_functions import NodeFunctions
 from cache_server.node.turns import Turns
 from cache_server.shards.resident_rows import ResidentRows
 from cache_server.shards.version_key import VersionKey

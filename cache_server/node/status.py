@@ -8,8 +8,8 @@ from dataclasses import astuple, dataclass, field
 from cache_protocol.storage.shard_files import MappedShard
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.auth.principals import Viewer
+from cache_server.node.loads.version_state import VersionState
 from cache_server.node.traffic import Counts
-from cache_server.node.version_state import VersionState
 from cache_server.scratch.scratch import Counts as OrderCounts
 from cache_server.shards.put_key import PutKey
 from cache_server.shards.version_key import VersionKey

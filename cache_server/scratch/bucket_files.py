@@ -2,7 +2,7 @@
 
     <folder>/<bucket>    Arrow messages, each a stored batch of rows and their row ids, ascending
 
-What a file holds besides is kept in memory: nobody reads it after this process.
+The lengths and checksums are in memory: no later process reads the files.
 """
 
 from __future__ import annotations

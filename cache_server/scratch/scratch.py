@@ -202,7 +202,7 @@ class Scratch:
                 self._end(order)
 
     def trim(self) -> None:
-        """Ends the orders that nobody used for as long as their lease."""
+        """Ends the orders whose lease is over."""
         now = time.monotonic()
         with self._lock:
             for order in [each for each in self._orders.values() if each.ends_at < now]:

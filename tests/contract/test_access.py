@@ -39,7 +39,7 @@ from cache_protocol.wire.credentials import Credentials
 from cache_server.auth.principals import Principal, Role
 from cache_server.auth.verbs import ROLES
 from cache_server.config import NodeConfig
-from cache_server.node.coordinator_link import RemoteCoordinator
+from cache_server.node.links.coordinator_link import RemoteCoordinator
 from cache_server.server import CacheServer
 from cache_server.web.service import PATHS
 from tests.answering_control import answering_control

@@ -35,7 +35,7 @@ from cache_server.config import NodeConfig
 from cache_server.coordination import loads
 from cache_server.coordination.catalogue import Catalogue
 from cache_server.coordination.coordinator import Coordinator
-from cache_server.node.coordinator_link import RemoteCoordinator
+from cache_server.node.links.coordinator_link import RemoteCoordinator
 from cache_server.rpc import control_service, planning_slots
 from cache_server.rpc.control_service import ControlService
 from cache_server.server import CacheServer

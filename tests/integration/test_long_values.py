@@ -18,7 +18,7 @@ from cache_client import CacheClient
 from cache_protocol.datasets.dataset_spec import DatasetSpec
 from cache_protocol.storage import layout
 from cache_server import LocalCluster
-from cache_server.node import staging
+from cache_server.node.loads import staging
 from cache_server.plan import pinned_version
 from cache_server.source.pinned import PinnedTable
 from cache_server.sql.loader import read_split

@@ -34,8 +34,8 @@ from cache_server.auth.principals import ANYONE
 from cache_server.coordination.catalogue import Catalogue
 from cache_server.coordination.coordinator import Coordinator
 from cache_server.coordination.members import membership
-from cache_server.node import load_threads, loading, version_state
 from cache_server.node.desired import DesiredShard
+from cache_server.node.loads import load_threads, loading, version_state
 from cache_server.node.node import Node
 from cache_server.plan.pinned_version import split_from_proto
 from cache_server.shards.store import ShardStore

@@ -24,10 +24,10 @@ from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.auth.principals import Principal
 from cache_server.node import puts as puts_module
 from cache_server.node.desired import OpenWrite
-from cache_server.node.load_memory import LoadMemory
+from cache_server.node.links.room_requests import RoomAnswer
+from cache_server.node.links.write_schemas import WriteSchemas
+from cache_server.node.loads.load_memory import LoadMemory
 from cache_server.node.puts import PutMessage, Puts
-from cache_server.node.room_requests import RoomAnswer
-from cache_server.node.write_schemas import WriteSchemas
 from cache_server.shards import draft
 from cache_server.shards.store import ShardStore
 from cache_server.shards.version_key import VersionKey

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 
 from cache_protocol.errors import LoadError
-from cache_server.node import staging
+from cache_server.node.loads import staging
 from cache_server.sql import loader
 
 MEMORY_BYTES = 20 << 20

@@ -13,7 +13,7 @@ from cache_server.auth.principals import ANYONE
 from cache_server.coordination.catalogue import Catalogue
 from cache_server.coordination.coordinator import Coordinator
 from cache_server.coordination.members import membership
-from cache_server.node.heartbeat_messages import ReportEncoder
+from cache_server.node.links.heartbeat_messages import ReportEncoder
 from tests.fake_nodes import (
     FILES,
     ROWS_PER_FILE,

@@ -17,8 +17,8 @@ from cache_protocol.datasets.dataset_spec import DatasetSpec
 from cache_protocol.errors import LoadError
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.node.desired import DesiredShard
-from cache_server.node.heartbeat_messages import decode_plan
-from cache_server.node.loading import Job, SpooledTables, load_shard, run_whole
+from cache_server.node.links.heartbeat_messages import decode_plan
+from cache_server.node.loads.loading import Job, SpooledTables, load_shard, run_whole
 from cache_server.plan.pinned_version import plan_version
 from cache_server.shards.store import ShardStore
 

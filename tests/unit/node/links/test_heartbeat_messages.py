@@ -13,9 +13,9 @@ import pytest
 from cache_protocol.datasets.dataset_spec import DatasetSpec
 from cache_protocol.errors import InvalidTicketError
 from cache_protocol.v1 import cache_pb2 as pb
-from cache_server.node import heartbeat_messages
 from cache_server.node.desired import DesiredShard, DesiredVersion, LoadPlan, ShardCopy
-from cache_server.node.heartbeat_messages import DesiredDecoder, ReportEncoder, encode_secrets
+from cache_server.node.links import heartbeat_messages
+from cache_server.node.links.heartbeat_messages import DesiredDecoder, ReportEncoder, encode_secrets
 from cache_server.node.reconcile import ActualVersion
 from cache_server.plan.pinned_version import PinnedVersion, plan_version, split_to_proto
 from cache_server.shards.version_key import VersionKey

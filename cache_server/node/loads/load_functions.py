@@ -12,7 +12,7 @@ from cache_protocol.datasets.dataset_spec import TABLE
 from cache_protocol.errors import LoadError, RequestError, some_of
 from cache_server.functions.declared import Function
 from cache_server.node.desired import LoadPlan
-from cache_server.node.loading import Job
+from cache_server.node.loads.loading import Job
 from cache_server.plan.planned_functions import Functions, result_type, type_in
 from cache_server.sql.bound_functions import BoundFile, bound_function, bound_names
 from cache_server.sql.function_calls import Binder, bind

@@ -16,9 +16,9 @@ from cache_protocol.errors import LoadError
 from cache_protocol.storage.memory_budget import memory_of_container
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.node.desired import DesiredShard
-from cache_server.node.heartbeat_messages import decode_plan
-from cache_server.node.load_memory import LoadMemory
-from cache_server.node.loading import CancelledError, Job
+from cache_server.node.links.heartbeat_messages import decode_plan
+from cache_server.node.loads.load_memory import LoadMemory
+from cache_server.node.loads.loading import CancelledError, Job
 from cache_server.plan.pinned_version import PinnedVersion, plan_version
 from tests.waiting import wait_until
 

@@ -12,14 +12,14 @@ from cache_protocol.errors import CacheError, NodeUnavailableError, TransientLoa
 from cache_protocol.wire import tracing
 from cache_protocol.wire.credentials import Credentials
 from cache_server.egress.allowed_sources import AllowedSources
-from cache_server.node import loading
 from cache_server.node.desired import DesiredShard
-from cache_server.node.heartbeat_messages import encode_secrets
-from cache_server.node.load_functions import NodeFunctions
-from cache_server.node.load_memory import LoadMemory
-from cache_server.node.loading import CancelledError, Job
-from cache_server.node.room_requests import AskRoom, RoomAnswer
-from cache_server.node.version_state import Load, VersionState
+from cache_server.node.links.heartbeat_messages import encode_secrets
+from cache_server.node.links.room_requests import AskRoom, RoomAnswer
+from cache_server.node.loads import loading
+from cache_server.node.loads.load_functions import NodeFunctions
+from cache_server.node.loads.load_memory import LoadMemory
+from cache_server.node.loads.loading import CancelledError, Job
+from cache_server.node.loads.version_state import Load, VersionState
 from cache_server.secrets import error_text
 from cache_server.shards.store import NoRoomError, ShardStore
 from cache_server.sql.function_runs import running

@@ -14,8 +14,8 @@ from cache_protocol.errors import LoadError
 from cache_protocol.storage.memory_budget import load_bytes
 from cache_protocol.v1 import cache_pb2 as pb
 from cache_server.node.desired import DesiredShard
-from cache_server.node.heartbeat_messages import decode_plan
-from cache_server.node.loading import (
+from cache_server.node.links.heartbeat_messages import decode_plan
+from cache_server.node.loads.loading import (
     CancelledError,
     Job,
     SpooledTables,

@@ -18,7 +18,7 @@ import pytest
 
 from cache_protocol.datasets.dataset_spec import DatasetSpec, TableSpec
 from cache_protocol.errors import LoadError
-from cache_server.node import staging
+from cache_server.node.loads import staging
 from cache_server.source.pinned import PinnedTable
 from cache_server.sql import loader
 from cache_server.tables import files

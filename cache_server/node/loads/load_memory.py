@@ -18,7 +18,7 @@ from typing import Protocol, TypeVar
 from cache_protocol.cli.output import size
 from cache_protocol.errors import LoadError
 from cache_protocol.storage.memory_budget import NodeMemory, min_load_bytes
-from cache_server.node.loading import Job, memory_bytes
+from cache_server.node.loads.loading import Job, memory_bytes
 from cache_server.source.pinned import Split
 
 T = TypeVar("T")

@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from cache_server.node.room_requests import RoomAnswer, RoomRequests
+from cache_server.node.links.room_requests import RoomAnswer, RoomRequests
 from tests.waiting import wait_until
 
 WAIT_S = 30.0

@@ -24,8 +24,8 @@ from cache_protocol.v1 import cache_pb2 as pb
 from cache_protocol.wire import protocol_version
 from cache_server.coordination.catalogue import Catalogue
 from cache_server.coordination.coordinator import Coordinator
-from cache_server.node import coordinator_link
-from cache_server.node.coordinator_link import RemoteCoordinator
+from cache_server.node.links import coordinator_link
+from cache_server.node.links.coordinator_link import RemoteCoordinator
 from cache_server.rpc import call_threads, control_service
 from cache_server.rpc.control_service import ControlService
 from tests.answering_control import answering_control

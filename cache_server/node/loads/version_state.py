@@ -11,7 +11,7 @@ from cache_protocol.storage.row_sets import union
 from cache_protocol.storage.shard_files import MappedShard
 from cache_server.auth.principals import Viewer
 from cache_server.node.desired import DesiredVersion
-from cache_server.node.loading import Job, SpooledTables
+from cache_server.node.loads.loading import Job, SpooledTables
 from cache_server.node.reconcile import ActualVersion
 from cache_server.shards.resident_rows import ResidentRows
 

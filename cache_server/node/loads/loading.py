@@ -24,9 +24,10 @@ from cache_protocol.storage.layout import Layout
 from cache_protocol.storage.shard_files import SealedShard
 from cache_protocol.wire import tracing
 from cache_protocol.wire.credentials import Credentials
-from cache_server.node import peer_files, staging
+from cache_server.node import peer_files
 from cache_server.node.desired import DesiredShard, LoadPlan, SameShard
-from cache_server.node.null_places import NullPlaces, RowSource
+from cache_server.node.loads import staging
+from cache_server.node.loads.null_places import NullPlaces, RowSource
 from cache_server.plan.shard_plan import load_memory_bytes, max_rows
 from cache_server.plan.written_version import put_of
 from cache_server.shards.packing import ShardBuilder

@@ -5,8 +5,8 @@ import logging
 import pytest
 
 from cache_protocol.errors import NodeUnavailableError
-from cache_server.node import heartbeat_log
-from cache_server.node.heartbeat_log import HeartbeatLog
+from cache_server.node.links import heartbeat_log
+from cache_server.node.links.heartbeat_log import HeartbeatLog
 
 ERROR = NodeUnavailableError("no answer")
 

@@ -1,0 +1,1 @@
+"""What a node and its coordinator say to each other."""
