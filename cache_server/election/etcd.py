@@ -196,7 +196,7 @@ class _Gateway:
                 f"{endpoint}/v3/{verb}",
                 body=json.dumps(body),
                 headers={"Authorization": token} if token else {},
-                timeout=Timeout(*timeout_s),
+                timeout=Timeout(connect=timeout_s[0], read=timeout_s[1]),
             )
             answer = response.json()
         except (HTTPError, ValueError) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -118,6 +119,14 @@ def test_an_etcd_that_hangs_is_given_up_within_the_deadline(
     finally:
         process.resume()
     assert store.read_lease() is None
+
+
+def test_an_answer_has_its_own_time_after_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(etcd_module, "LEASE_TIMEOUT_S", (0.1, 0.3))
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        store = EtcdStore(Etcd((f"http://127.0.0.1:{silent.getsockname()[1]}",)), "cache")
+        with pytest.raises(OSError, match=r"read timeout=0\.3"):
+            store.read_lease()
 
 
 def answers(store: EtcdStore) -> bool:
