@@ -14,6 +14,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from cache_protocol.errors import ConfigError, missing_package
@@ -30,6 +31,7 @@ from cache_server.election.objects import (
 _PAGE = 50  # documents in one answer
 _MAY_PASS = (401, 408, 429)  # of the answers below 500
 _OLD_TOKEN = ("invalid auth token", "auth store is old")  # a token of etcd lasts five minutes
+_SHORTEST_S = 0.001
 _NEVER = "0"  # the revision of a key that is not there
 
 
@@ -55,7 +57,11 @@ class EtcdStore:
     def read_lease(self) -> Lease | None:
         """See `LeaseStore`."""
         found = self._gateway.read(self._lease, LEASE_TIMEOUT_S)
-        return None if found is None else Lease(**found.value, version=found.revision)
+        if found is None:
+            return None
+        with _checked_value(found):
+            holder, duration_s = str(found.value["holder"]), float(found.value["duration_s"])
+            return Lease(holder, duration_s, found.revision, int(found.value["transitions"]))
 
     def write_lease(self, before: Lease | None, holder: str, duration_s: float) -> Lease:
         """See `LeaseStore`."""
@@ -97,9 +103,26 @@ class _Found(NamedTuple):
 
 
 def _stored(name: str, found: _Found) -> StoredMap:
-    value = found.value
-    content = base64.b64decode(value["content"])
-    return StoredMap(name, content, value["notes"], found.revision, value["made_s"])
+    with _checked_value(found):
+        value = found.value
+        content, made_s = base64.b64decode(value["content"]), float(value["made_s"])
+        return StoredMap(name, content, dict(value["notes"]), found.revision, made_s)
+
+
+class _Until:
+    """The time for one call, which may log in and ask again.
+
+    Args:
+        connect_s, answer_s: of each request.
+    """
+
+    def __init__(self, connect_s: float, answer_s: float) -> None:
+        self.connect_s, self.answer_s = connect_s, answer_s
+        self._ends_at = time.monotonic() + connect_s + answer_s
+
+    def left_s(self) -> float:
+        """Seconds for what is left of the call."""
+        return max(_SHORTEST_S, self._ends_at - time.monotonic())
 
 
 class _Gateway:
@@ -165,24 +188,25 @@ class _Gateway:
     def _call(
         self, verb: str, body: Mapping[str, Any], timeout_s: tuple[float, float] = TIMEOUT_S
     ) -> Any:
-        token = self._token or self._log_in(timeout_s)
-        status, answer = self._post(verb, body, timeout_s, token)
+        until = _Until(*timeout_s)
+        token = self._token or self._log_in(until)
+        status, answer = self._post(verb, body, until, token)
         if token is not None and any(map(_reason(answer).__contains__, _OLD_TOKEN)):
-            status, answer = self._post(verb, body, timeout_s, self._log_in(timeout_s))
+            status, answer = self._post(verb, body, until, self._log_in(until))
         return _checked(status, answer)
 
-    def _log_in(self, timeout_s: tuple[float, float]) -> str | None:
+    def _log_in(self, until: _Until) -> str | None:
         if self._etcd.user is None:
             return None
         body = {"name": self._etcd.user, "password": self._etcd.password or ""}
-        self._token = str(_checked(*self._post("auth/authenticate", body, timeout_s))["token"])
+        self._token = str(_checked(*self._post("auth/authenticate", body, until))["token"])
         return self._token
 
     def _post(
         self,
         verb: str,
         body: Mapping[str, Any],
-        timeout_s: tuple[float, float],
+        until: _Until,
         token: str | None = None,
     ) -> tuple[int, Any]:
         from urllib3 import Timeout
@@ -196,7 +220,7 @@ class _Gateway:
                 f"{endpoint}/v3/{verb}",
                 body=json.dumps(body),
                 headers={"Authorization": token} if token else {},
-                timeout=Timeout(connect=timeout_s[0], read=timeout_s[1]),
+                timeout=Timeout(connect=until.connect_s, read=until.answer_s, total=until.left_s()),
             )
             answer = response.json()
         except (HTTPError, ValueError) as error:
@@ -241,5 +265,17 @@ def _encoded(text: str) -> str:
 
 
 def _found(entry: Mapping[str, str]) -> _Found:
-    value = json.loads(base64.b64decode(entry["value"]))
-    return _Found(base64.b64decode(entry["key"]).decode(), value, entry["mod_revision"])
+    key = base64.b64decode(entry["key"]).decode()
+    found = _Found(key, base64.b64decode(entry["value"]), entry["mod_revision"])
+    with _checked_value(found):
+        return found._replace(value=json.loads(found.value))
+
+
+@contextmanager
+def _checked_value(found: _Found) -> Iterator[None]:
+    """Turns the errors of a value that another program wrote into an `OSError`."""
+    try:
+        yield
+    except (ValueError, KeyError, TypeError) as error:
+        problem = f"the value of {found.key} in etcd is not of this cache: {error!r}"
+        raise OSError(errno.EIO, problem) from None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import secrets
 import socket
 from collections.abc import Iterator
@@ -172,3 +174,32 @@ def test_etcd_with_tls_is_asked_with_a_certificate(tmp_path: Path) -> None:
         without = EtcdStore(Etcd((etcd.endpoint,), authority), "cache")
         with pytest.raises(OSError, match="does not answer"):
             without.read_lease()
+
+
+@pytest.mark.parametrize("value", ["not JSON", "[]", '{"holder": "me"}'])
+def test_a_value_of_another_program_is_named(etcd: EtcdServer, value: str) -> None:
+    store = EtcdStore(Etcd((etcd.endpoint,)), "cache")
+    for key in ("lease", "maps/cache-one"):
+        name = f"/trainer-data-cache/cache/{key}"
+        encoded = {
+            part: base64.b64encode(text.encode()).decode()
+            for part, text in (("key", name), ("value", value))
+        }
+        etcd.call("kv/put", encoded)
+        with pytest.raises(OSError, match=f"the value of {name} in etcd is not of this cache"):
+            store.read_lease() if key == "lease" else store.read_map("cache-one")
+
+
+def test_a_lease_of_a_later_release_is_read(etcd: EtcdServer) -> None:
+    store = EtcdStore(Etcd((etcd.endpoint,)), "cache")
+    made = store.write_lease(None, "me", DURATION_S)
+    (entry,) = etcd.call(
+        "kv/range", {"key": base64.b64encode(b"/trainer-data-cache/cache/lease").decode()}
+    )["kvs"]
+    later = {**json.loads(base64.b64decode(entry["value"])), "later": 1}
+    etcd.call(
+        "kv/put",
+        {"key": entry["key"], "value": base64.b64encode(json.dumps(later).encode()).decode()},
+    )
+    found = store.read_lease()
+    assert found is not None and found.holder == made.holder
