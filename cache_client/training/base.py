@@ -521,6 +521,11 @@ class RankBatches(Described, IterableDataset[Any]):
         return pass_ is not None and pass_.of_loader
 
     @property
+    def _amendments(self) -> object:
+        """What workers that were started before know nothing of: another value after each."""
+        return ()
+
+    @property
     def _slots(self) -> SlotView:
         return self._opened.slots
 

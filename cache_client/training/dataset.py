@@ -271,8 +271,9 @@ class CacheIterableDataset(WeightedEpochs):
         taken = 0 if pass_ is None else pass_.handed_out - pass_.ahead
         if self._cursor.has_workers and (pass_ is None or not pass_.of_loader):
             raise ConfigError(
-                "running DataLoader workers would read on as before: use dataset.loader(), or end "
-                "the loop and delete its iterator before amend"
+                "running DataLoader workers would read on as before: call amend in a loop over "
+                "dataset.loader(), or delete the iterator, and a loader of persistent workers, "
+                "before"
             )
         steps = taken if after is None else as_integer(after)
         if steps == taken:

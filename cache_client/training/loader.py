@@ -51,6 +51,7 @@ class CacheLoader(DataLoader[Any]):
     """Makes `Accelerator.save_state` save `state_dict`."""
 
     _accelerate_device: torch.device | None = None
+    _known_amendments: object = ()
 
     def set_epoch(self, epoch: int) -> None:
         """Makes the next pass one over ``epoch``; see `CacheIterableDataset.set_epoch`."""
@@ -114,7 +115,6 @@ class CacheLoader(DataLoader[Any]):
         dataset = self.dataset
         yield from self._batches_of(pass_)
         while pass_.superseded:
-            self._iterator = None  # its workers know nothing of the amendment, persistent or not
             pass_ = Pass(of_loader=True, iterator=pass_.iterator)
             dataset._passes.begin(dataset._place(pass_, dataset._cursor.planned()))
             yield from self._batches_of(pass_)
@@ -123,6 +123,9 @@ class CacheLoader(DataLoader[Any]):
         dataset = self.dataset
         dataset._place(pass_, dataset._cursor.planned())
         pass_.superseded = False
+        if self._known_amendments != dataset._amendments:
+            self._iterator = None  # persistent workers know nothing of the others
+            self._known_amendments = dataset._amendments
         pass_.ahead = batches_taken_ahead()
         arriving = changeable(super().__iter__())
         with closing(dataset._observer.watch(pass_, arriving)) as batches:

@@ -44,6 +44,10 @@ class PastEpochs(RankBatches):
         self._notes: Notes = {}  # what conditions said of rows that were erased later
         self._replayed = ""  # how this replay leaves rows out
 
+    @property
+    def _amendments(self) -> object:
+        return self._history
+
     def _known_notes(self, acts: Mapping[int, Int64Array] | None = None) -> Notes:
         """What the conditions of the job said of rows that were erased since."""
         acts = self._opened.left_out.erased.acts if acts is None else acts
