@@ -292,6 +292,7 @@ class Case:
         if steps == left:
             self._epoch += 1
             self._log[self._epoch] = []
+            self._passes = []  # workers that run would know nothing of an amendment
             for each in ranks:
                 each.set_epoch(self._epoch)
             self.did["epochs"] += 1

@@ -143,6 +143,16 @@ def test_a_loop_goes_over_by_itself(
     assert sorted(rows_of(loader)) == [row for row in range(100) if row % 7 != 3]
 
 
+@pytest.mark.usefixtures("forked_workers")
+def test_persistent_workers_learn_of_an_amendment_between_two_passes(nodes: LocalCluster) -> None:
+    table = Written(nodes, "persistent", 70)
+    dataset = table.reader()
+    loader = dataset.loader(num_workers=1, persistent_workers=True)
+    assert len(rows_of(loader)) == 70
+    dataset.amend(view=View(where="label <> 3"))
+    assert sorted(rows_of(loader)) == [row for row in range(70) if row % 7 != 3]
+
+
 def test_all_ranks_take_the_version_of_the_first_that_amends(nodes: LocalCluster) -> None:
     table = Written(nodes, "ranks", 60)
     ranks = [table.reader(rank=rank, world_size=2, job="amended-ranks") for rank in range(2)]
