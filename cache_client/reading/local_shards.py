@@ -12,7 +12,7 @@ import base64
 import logging
 import secrets
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -119,7 +119,7 @@ class LocalShards:
             ShardFileLostError: some files cannot be read any more; they are removed from `shards`.
         """
         shard_of = self._index.find(row_ids)
-        table, selection = self._mapped_shards(shard_of)
+        table, selection, touched = self._mapped_shards(shard_of)
         if (erased := among(row_ids, self._erased)).any():
             rows = some_of(row_ids[erased][:100].tolist())
             raise ErasedRowsError(f"row {rows} was forgotten: read the erased rows again")
@@ -127,23 +127,23 @@ class LocalShards:
             batches = [*table.parts(row_ids, shard_of, selection, len(row_ids))]
         except DamagedShardError as error:
             raise self._lost(error.shard, str(error)) from None
-        self._check_unchanged(shard_of)
+        self._check_unchanged(touched)
         return batches
 
-    def _check_unchanged(self, shard_of: Indices) -> None:
-        """Gives up files of these shards that were changed in place.
+    def _check_unchanged(self, touched: Iterable[MappedShard]) -> None:
+        """Gives up files that were changed in place.
 
         A node changes the time of a file before it erases rows in it. So a batch that was gathered
-        before this look has none of the zeros in their place.
+        before this look has none of the zeros in their place. Another thread may have given the
+        file up meanwhile.
+
+        Args:
+            touched: those that rows were gathered from.
         """
-        with self._lock:
-            touched: list[MappedShard | None] = [*self._mapped.values()]
-            if len(touched) > _FEW_FILES:
-                touched = [*map(self._mapped.get, np.flatnonzero(np.bincount(shard_of)).tolist())]
         lost = [
             self._lost(mapped, f"{mapped.path} was changed while it was mapped")
             for mapped in touched
-            if mapped is not None and not mapped.is_unchanged()
+            if not mapped.is_unchanged()
         ]
         if lost:
             raise lost[0]
@@ -157,8 +157,8 @@ class LocalShards:
                 self._is_mapped[shard] = False
         return ShardFileLostError(reason)
 
-    def _mapped_shards(self, shard_of: Indices) -> tuple[MappedTable, Selection]:
-        """Maps these shards, if they are not mapped yet."""
+    def _mapped_shards(self, shard_of: Indices) -> tuple[MappedTable, Selection, list[MappedShard]]:
+        """Maps these shards, if they are not mapped yet; also returns them, with some others."""
         with self._lock:
             is_mapped = self._is_mapped[shard_of]
             lost: ShardFileLostError | None = None
@@ -170,7 +170,11 @@ class LocalShards:
             if lost is not None:
                 raise lost
             assert self._table is not None and self._selection is not None
-            return self._table, self._selection
+            touched = [*self._mapped.values()]
+            if len(touched) > _FEW_FILES:
+                found = np.flatnonzero(np.bincount(shard_of)).tolist()
+                touched = [self._mapped[shard] for shard in found]
+            return self._table, self._selection, touched
 
     def _map(self, shard: int) -> None:
         found = self._files.get(shard)

@@ -8,6 +8,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -18,6 +19,7 @@ from cache_client.flight import connections, routing
 from cache_client.order import order as ordering
 from cache_client.reading import local_shards
 from cache_protocol.storage.disk_reads import DiskReads
+from cache_protocol.storage.mapped_table import MappedTable
 from cache_protocol.storage.shard_files import MANIFEST, NODE_ID_FILE
 from cache_protocol.wire.credentials import Credentials, find_token
 from cache_server import LocalCluster
@@ -226,6 +228,28 @@ def test_a_file_that_is_not_as_its_node_sealed_it_is_read_over_flight(
         node.resume()
     assert rows_of(batches) == order()
     assert streams
+
+
+def test_rows_that_were_copied_while_another_thread_gave_their_file_up_do_not_count(
+    nodes: LocalCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may be the zeros of erased rows."""
+    file = shard_files(nodes, 0)[0]
+    rows = np.arange(4) + int(file.stem.removeprefix("shard-")) * ROWS // FILES
+    read = local_shards.LocalShards(plan(nodes))
+    read.gather(rows)
+    gather = MappedTable.gather
+
+    def slowly(table: MappedTable, *arguments: Any) -> Any:
+        monkeypatch.undo()
+        os.utime(file)
+        with pytest.raises(local_shards.ShardFileLostError, match="changed while it was mapped"):
+            read.gather(rows)  # another thread
+        return gather(table, *arguments)
+
+    monkeypatch.setattr(MappedTable, "gather", slowly)
+    with pytest.raises(local_shards.ShardFileLostError, match="changed while it was mapped"):
+        read.gather(rows)
 
 
 def test_a_file_that_its_manifest_does_not_name_is_not_read(nodes: LocalCluster) -> None:
