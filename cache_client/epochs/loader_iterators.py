@@ -126,8 +126,8 @@ def _selves_in_stack(*modules: str) -> Iterator[Any]:
 
 
 REMEDY = (
-    "use dataset.loader(num_workers=...), which accelerate, Lightning and Fabric leave alone; in "
-    "transformers' Trainer override get_train_dataloader and get_eval_dataloader to return it"
+    "use dataset.loader(num_workers=...), which accelerate, Lightning and Fabric leave alone; for "
+    "a Trainer of transformers or TRL use TrainsFromCache, see docs/fine-tuning.md"
 )
 
 # How a wrapper that keeps every n-th element names n.

@@ -183,7 +183,7 @@ def test_the_trainer_of_transformers_gets_one_clear_error_for_the_dataset(found:
     assert set(cases) == {"default", "divide"}
     for errors in cases.values():
         for error in errors:
-            assert error.startswith("ConfigError: ") and "override get_train_dataloader" in error
+            assert error.startswith("ConfigError: ") and "use TrainsFromCache" in error
 
 
 def test_every_snippet_of_the_page_runs_on_two_ranks(found: Found) -> None:
