@@ -526,7 +526,7 @@ class Node:
             becomes_ready = result.is_ready and not self._is_ready
             self._is_ready |= result.is_ready
         self.row_values.trim()
-        self.scratch.trim()
+        self.scratch.trim({key for key, each in self._states.items() if not each.is_retired})
         if becomes_ready:
             self._on_ready()
         return any(isinstance(action, Publish | Erase | StartLoads) for action in result.actions)

@@ -214,6 +214,9 @@ class Order:
                 logger.exception("order not prepared order=%s", self.name)
             self.fail(f"{type(error).__name__}: {error}")
             return
+        finally:
+            if self.is_over:  # a file may have been made while another thread removed all
+                shutil.rmtree(self._folder, ignore_errors=True)
         with self._lock:
             if self.state == "preparing":
                 self.state, self.was_prepared = "ready", True

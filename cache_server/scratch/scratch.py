@@ -11,6 +11,7 @@ import shutil
 import threading
 import time
 import uuid
+from collections.abc import Container
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -201,12 +202,16 @@ class Scratch:
             for order in [each for each in self._orders.values() if each.key == key]:
                 self._end(order)
 
-    def trim(self) -> None:
-        """Ends the orders whose lease is over."""
+    def trim(self, served: Container[VersionKey]) -> None:
+        """Ends the orders whose lease is over, and those of versions that are served no more.
+
+        An announcement may have come while its version went.
+        """
         now = time.monotonic()
         with self._lock:
-            for order in [each for each in self._orders.values() if each.ends_at < now]:
-                self._end(order)
+            for order in [*self._orders.values()]:
+                if order.ends_at < now or order.key not in served:
+                    self._end(order)
 
     def _end(self, order: Order) -> None:
         """Needs the lock."""

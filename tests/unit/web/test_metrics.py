@@ -57,6 +57,10 @@ def test_a_node_tells_its_memory_its_shards_and_the_sums_of_what_it_served() -> 
         ("data_cache_served_bytes_total", "trips", "exchange"): 984,
         ("data_cache_served_bytes_total", "trips", "file"): 77,
         ("data_cache_errors_total", "NotReadyError"): 1,
+        ("data_cache_bucket_rows_total",): 0,
+        ("data_cache_orders_total", "prepared"): 0,
+        ("data_cache_orders_total", "failed"): 0,
+        ("data_cache_scratch_bytes",): 0,
     }
 
 
