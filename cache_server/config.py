@@ -293,7 +293,6 @@ class NodeConfig(BaseModel):
             metavar="<path>",
         ),
     ] = None
-    page_memory_bytes: Bytes | None = None  # for preparing and the page cache; default: of the node
     memory_share: Annotated[
         float,
         Field(gt=0, le=1),

@@ -530,8 +530,7 @@ def _scratch(config: NodeConfig, store: ShardStore) -> Scratch:
     folder = store.scratch / "orders"
     if config.scratch_dir is not None:
         folder = config.scratch_dir.absolute() / f".orders-{store.node_id}"
-    memory_bytes = config.page_memory_bytes or config.memory().all_bytes
-    return Scratch(folder, config.scratch_limit_bytes, memory_bytes)
+    return Scratch(folder, config.scratch_limit_bytes, config.memory().all_bytes)
 
 
 def _catalogue_dir(config: NodeConfig) -> Path:

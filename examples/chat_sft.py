@@ -37,16 +37,9 @@ SEQUENCE_LENGTH = 128
 
 def main() -> None:
     """Trains for two epochs; prints the loss, and how many chats were seen exactly once."""
-    parser = argparse.ArgumentParser(description="Fine-tune on chats with TRL")
-    parser.add_argument("--endpoint", default=os.environ.get("CACHE_ENDPOINT"))
-    parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--batch-size", type=int, default=4, help="sequences a step, of all ranks")
-    parser.add_argument("--output-dir", default="sft-output")
-    parser.add_argument("--stop-after-steps", type=int)
-    arguments = parser.parse_args()
-    if arguments.endpoint is None:
-        chats.run(__file__)
-        return
+    arguments = chats.arguments(
+        "Fine-tune on chats with TRL", "sft-output", 4, "sequences a step, of all ranks"
+    )
     train(arguments)
     if dist.is_initialized():  # by SFTConfig, with more than one rank
         gc.collect()

@@ -9,7 +9,9 @@ rank does, and no start of a job. As a program it writes the tables into a folde
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -33,6 +35,25 @@ TEMPLATE = """{%- for message in messages %}
     {%- endif %}
 {%- endfor %}
 """
+
+
+def arguments(description: str, output_dir: str, batch_size: int, unit: str) -> argparse.Namespace:
+    """The options of a script, which runs it as `run` does if there is no cache.
+
+    Args:
+        unit: of ``batch_size``, for people.
+    """
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--endpoint", default=os.environ.get("CACHE_ENDPOINT"))
+    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--batch-size", type=int, default=batch_size, help=unit)
+    parser.add_argument("--output-dir", default=output_dir)
+    parser.add_argument("--stop-after-steps", type=int)
+    found = parser.parse_args()
+    if found.endpoint is None:
+        run(sys.argv[0])
+        sys.exit()
+    return found
 
 
 def run(script: str) -> None:

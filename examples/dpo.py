@@ -32,16 +32,9 @@ from cache_client import CacheIterableDataset, TrainsFromCache
 
 def main() -> None:
     """Trains for two epochs; prints the loss, and how many pairs were seen exactly once."""
-    parser = argparse.ArgumentParser(description="Learn preferences with TRL")
-    parser.add_argument("--endpoint", default=os.environ.get("CACHE_ENDPOINT"))
-    parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--batch-size", type=int, default=16, help="pairs a step, of all ranks")
-    parser.add_argument("--output-dir", default="dpo-output")
-    parser.add_argument("--stop-after-steps", type=int)
-    arguments = parser.parse_args()
-    if arguments.endpoint is None:
-        chats.run(__file__)
-        return
+    arguments = chats.arguments(
+        "Learn preferences with TRL", "dpo-output", 16, "pairs a step, of all ranks"
+    )
     train(arguments)
     if dist.is_initialized():  # by DPOConfig, with more than one rank
         gc.collect()

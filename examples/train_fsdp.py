@@ -38,16 +38,9 @@ SEQUENCE_LENGTH, WIDTH = 128, 32
 
 def main() -> None:
     """Trains for two epochs; prints the loss, and how many chats were seen exactly once."""
-    parser = argparse.ArgumentParser(description="Fine-tune on chats with FSDP")
-    parser.add_argument("--endpoint", default=os.environ.get("CACHE_ENDPOINT"))
-    parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--batch-size", type=int, default=2, help="sequences a step, of each rank")
-    parser.add_argument("--output-dir", default="fsdp-output")
-    parser.add_argument("--stop-after-steps", type=int)
-    arguments = parser.parse_args()
-    if arguments.endpoint is None:
-        chats.run(__file__)
-        return
+    arguments = chats.arguments(
+        "Fine-tune on chats with FSDP", "fsdp-output", 2, "sequences a step, of each rank"
+    )
     dist.init_process_group("gloo")
     train(arguments)
     dist.destroy_process_group()

@@ -9,8 +9,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
+from unittest.mock import patch
 
 from cache_client import CacheClient, CacheIterableDataset, DatasetSpec
+from cache_server import server
 from cache_server.config import NodeConfig
 from cache_server.scratch.bucket_files import Bucket, BucketFiles
 from cache_server.scratch.scratch import Scratch
@@ -27,9 +29,23 @@ MEMORY_BYTES = 256 << 10  # less than the table has
 @contextmanager
 def preparing_node(directory: Path, **settings: Any) -> Iterator[CacheServer]:
     """A node with a scratch disk, which has the table of `write_numbered`."""
-    with CacheServer(_config(directory, **settings)) as server:
-        load(directory, server.endpoints.flight_location)
-        yield server
+    with _server(directory, **settings) as running:
+        load(directory, running.endpoints.flight_location)
+        yield running
+
+
+@contextmanager
+def _server(directory: Path, **settings: Any) -> Iterator[CacheServer]:
+    """A node whose scratch disk counts with little memory."""
+
+    def small(folder: Path, limit_bytes: int | None, _: int) -> Scratch:
+        return Scratch(folder, limit_bytes, MEMORY_BYTES)
+
+    with (
+        patch.object(server, "Scratch", small),
+        CacheServer(_config(directory, **settings)) as running,
+    ):
+        yield running
 
 
 def load(directory: Path, endpoint: str) -> None:
@@ -43,7 +59,6 @@ def load(directory: Path, endpoint: str) -> None:
 def _config(directory: Path, **settings: Any) -> NodeConfig:
     given = {
         "scratch_limit_bytes": 1 << 30,
-        "page_memory_bytes": MEMORY_BYTES,
         "flight_port": 0,
         "control_port": 0,
         **settings,
@@ -104,14 +119,14 @@ def main(directory: str, flight_port: str, control_port: str, pause_s: str) -> N
 
     BucketFiles.read = read_late  # type: ignore[method-assign, assignment]
     ports = {"flight_port": int(flight_port), "control_port": int(control_port)}
-    with CacheServer(_config(Path(directory), lease_s=2.0, **ports)):
+    with _server(Path(directory), lease_s=2.0, **ports):
         print("listens", flush=True)
         sys.stdin.read()
 
 
-def reader(server: CacheServer | str, **arguments: Any) -> CacheIterableDataset:
+def reader(node: CacheServer | str, **arguments: Any) -> CacheIterableDataset:
     """A shuffled job."""
-    endpoint = server if isinstance(server, str) else server.endpoints.flight_location
+    endpoint = node if isinstance(node, str) else node.endpoints.flight_location
     given = {"batch_size": 128, "shuffle": True, "seed": 7, "cache": endpoint, **arguments}
     return CacheIterableDataset(NAME, **given)
 

@@ -77,8 +77,17 @@ class CacheClient(Forgets):
 
     @names_explained(lambda: {**_MOVED, "timeout_s": "now cache=Connection(deadline_s=...)"})
     def __init__(self, cache: Connection | str | None = None) -> None:
-        self._access = access_to(cache)
-        self._coordinator = Coordinator(self._access)
+        self._reach(access_to(cache))
+
+    @classmethod
+    def _of(cls, access: Access) -> CacheClient:
+        """A client of a cache that this process reaches already."""
+        client = cls.__new__(cls)
+        client._reach(access)
+        return client
+
+    def _reach(self, access: Access) -> None:
+        self._access, self._coordinator = access, Coordinator(access)
 
     @property
     def endpoint(self) -> str:
@@ -574,10 +583,3 @@ class CacheClient(Forgets):
         return read_rows(
             self._access, name, lambda rows: np.arange(min(num_rows, rows), dtype=np.int64)
         )
-
-
-def client_of(access: Access) -> CacheClient:
-    """A client of a cache that this process reaches already."""
-    client = CacheClient.__new__(CacheClient)
-    client._access, client._coordinator = access, Coordinator(access)
-    return client

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from tenacity import Retrying, retry_if_result
 
-from cache_client.control.client import client_of
+from cache_client.control.client import CacheClient
 from cache_client.epochs.cursor import LAST_EPOCH
 from cache_client.job.arguments import flag_problems, integer_problem, seconds_problems
 from cache_client.job.connection import Access
@@ -129,7 +129,7 @@ class Agreement:
         report, found = self._report, self._found
         refused = found.refused
         if not report.says_as(found.pending(report).get(report.rank)):
-            client_of(self._access).write(
+            CacheClient._of(self._access).write(
                 self._log.log,
                 rows_of(report),
                 append=True,

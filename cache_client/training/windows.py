@@ -34,6 +34,7 @@ from cache_client.view_options.job_view import Assemble
 from cache_client.views.due import samples_of
 from cache_client.views.view import NO_SHUFFLE, Samples
 from cache_protocol.errors import ErasedRowsError, NodeUnavailableError
+from cache_protocol.storage.disk_reads import ADVICE
 from cache_protocol.storage.row_sets import among
 from cache_protocol.wire import tracing
 
@@ -218,13 +219,13 @@ def pass_batches(
         if not said:
             said = True
             logger.warning(
-                "no batch of %r for %g s: %s. From a disk, random rows come slowly: read blocks of "
-                "rows (shuffle_block_size=1024), or give the cache more memory",
+                "no batch of %r for %g s: %s. From a disk, random rows come slowly. %s",
                 opened.name,
                 LATE_S,
                 "its nodes bring rows slowly, or not at all"
                 if reader.num_nodes
                 else "its files on this machine are read slowly",
+                ADVICE,
             )
 
     if reader.num_nodes and not sizes.in_streams and loading is None:

@@ -271,7 +271,7 @@ def test_a_node_has_a_lasting_address_where_one_is_given(
 
 def test_each_setting_with_a_text_is_an_option_that_reaches_the_configuration() -> None:
     parameters = {each.name: each for each in setting_options.parameters_of(NodeConfig)}
-    without = {"token", "cluster", "etcd", "page_memory_bytes"}  # of the environment, or of tests
+    without = {"token", "cluster", "etcd"}  # of the environment
     assert {*parameters} == {*NodeConfig.model_fields} - without
     defaults = {
         name: each.default

@@ -23,6 +23,10 @@ _TIMES_READ = 2  # what is in memory was read once
 _QUIET_TIMES = 256  # rows of one block of an order come together, so a few say nothing
 _FIRST_ROWS, _MOST_ROWS = 1024, 16_384
 _TARGET_S = 0.25  # for a part of an answer: readers see that it comes
+ADVICE = (  # where random rows come slowly
+    "Read blocks of rows (shuffle_block_size=1024), or give the cache a scratch disk or more "
+    "memory: see docs/large-tables.md"
+)
 _SAY_AFTER_S, _MANY_TIMES = 5.0, 4  # of gathering; bytes read for each byte of the rows
 
 
@@ -86,8 +90,8 @@ class DiskReads:
         self._is_said = True
         logger.warning(
             "rows come from a disk at %s a second, in a random order: their shards have %.1f GB, "
-            "and are not in memory. Read blocks of rows (shuffle_block_size=1024), or give the "
-            "cache more memory",
+            "and are not in memory. %s",
             f"{self._rows / self._seconds:,.0f}",
             self._num_bytes / 1e9,
+            ADVICE,
         )
