@@ -43,7 +43,7 @@ class Call(Generic[_T]):
         """Whether the outcome is there, and `wait` would not wait."""
         return not self._outcome.empty()
 
-    def wait(self, late_s: float | None = None, on_late: Callable[[], object] = int) -> _T:
+    def wait(self, late_s: float | None = None, on_late: Callable[[], object] = lambda: None) -> _T:
         """Waits for the call, then returns or raises what it did.
 
         Args:

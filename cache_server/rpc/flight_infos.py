@@ -120,12 +120,12 @@ def _read_plan(info: pb.DatasetInfo, viewer: Viewer, log: pb.LoadLog | None = No
 
 def _preparing_nodes(info: pb.DatasetInfo) -> list[str]:
     """The nodes with a scratch disk that hold more of a version than fits in their memory."""
-    held = {node.id: 0 for node in info.nodes if node.prepares_above_bytes}
+    limits = {node.id: most for node in info.nodes if (most := node.prepares_above_bytes)}
+    held = dict.fromkeys(limits, 0)
     for shard in info.shards if held else ():
         for node_id in shard.node_ids:
             if node_id in held:
                 held[node_id] += shard.num_bytes
-    limits = {node.id: node.prepares_above_bytes for node in info.nodes}
     return [node_id for node_id, num_bytes in held.items() if num_bytes > limits[node_id]]
 
 

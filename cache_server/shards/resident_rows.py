@@ -505,8 +505,7 @@ class ResidentRows:
             if self._mapped_table is None:
                 sizes = [shard.sealed.num_rows for shard in self._shards]
                 try:
-                    num_bytes = sum(shard.sealed.num_bytes for shard in self._shards)
-                    disk = DiskReads.of_files(self._shards[0].path, num_bytes, sum(sizes))
+                    disk = DiskReads.of_files(self._shards[0].path, self.num_bytes, sum(sizes))
                     table = MappedTable(self.layout, self._starts, sizes, disk=disk)
                     for position, shard in enumerate(self._shards):
                         table.attach(position, shard)
